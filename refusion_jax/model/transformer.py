@@ -1,0 +1,243 @@
+"""The Qwen3 decoder: one causal transformer for planning, infilling, verifying, left-to-right and training.
+
+A forward pass takes a *window* of tokens with their true positions, a mask that says what each window token sees
+of the window, and a read-only cache of which each window token sees every valid entry. It returns logits and the
+window's own keys and values and never writes the cache: what is accepted is committed afterwards
+(``refusion_jax.cache.commit``). All decoding modes differ in the window mask alone.
+
+B rows, T window tokens, S cache capacity, L layers, D width, N query heads, K key/value heads, G = N/K,
+H head size, F feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from refusion_jax.cache import KVCache
+from refusion_jax.config import ModelConfig
+from refusion_jax.sharding import ROWS, TENSOR, einsum, spec
+
+Params = Any  # nested dictionaries of arrays, laid out as PARAMETER_AXES
+
+PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
+    "embedding": (TENSOR, "fsdp"),  # [V, D]
+    "layers/attention_norm": (None, None),  # [L, D]
+    "layers/query": (None, "fsdp", TENSOR, None),  # [L, D, N, H]
+    "layers/key": (None, "fsdp", TENSOR, None),  # [L, D, K, H]
+    "layers/value": (None, "fsdp", TENSOR, None),  # [L, D, K, H]
+    "layers/query_norm": (None, None),  # [L, H]
+    "layers/key_norm": (None, None),  # [L, H]
+    "layers/output": (None, TENSOR, None, "fsdp"),  # [L, N, H, D]
+    "layers/mlp_norm": (None, None),  # [L, D]
+    "layers/gate": (None, "fsdp", TENSOR),  # [L, D, F]
+    "layers/up": (None, "fsdp", TENSOR),  # [L, D, F]
+    "layers/down": (None, TENSOR, "fsdp"),  # [L, F, D]
+    "final_norm": (None,),  # [D]
+    "head": ("fsdp", TENSOR),  # [D, V]; absent when the head is the embedding
+}
+"""Parameter -> mesh axis of each dimension: the one table behind init, import, restore and optimizer state."""
+
+MASKED = -1e30  # finite, so that an entry which sees nothing stays finite
+
+
+class Output(NamedTuple):
+    """What a forward pass returns."""
+
+    logits: jax.Array  # [B, T, V] float32; with head=False the final hidden states [B, T, D]
+    keys: jax.Array  # [L, B, K, T, H], after norm and rotation
+    values: jax.Array  # [L, B, K, T, H]
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, in float32; scaled in the dtype of ``x``."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
+    return x32.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def rotary_table(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine [B, T, 1, H/2] float32 of the rotation at ``positions`` [B, T]."""
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle = positions.astype(jnp.float32)[..., None, None] * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotary positions in the half-rotation form: the first half of a head is paired with the second."""
+    cos, sin = table
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def attend(
+    query: jax.Array,  # [B, T, N, H]
+    keys: jax.Array,  # [B, K, T, H]
+    values: jax.Array,  # [B, K, T, H]
+    sees: jax.Array,  # [B, T, T] bool
+    cache: tuple[jax.Array, jax.Array] | None,  # keys and values [B, K, S, H]
+    valid: jax.Array | None,  # [B, S] bool
+) -> jax.Array:  # [B, T, N, H]
+    """Attention over the valid cache and the window, as one softmax over two score matrices.
+
+    The cache is never concatenated with the window: that would copy it.
+    """
+    B, T, N, H = query.shape
+    K = keys.shape[1]
+    G = N // K
+    axes = (ROWS, TENSOR, None, None)
+
+    def grouped(x: jax.Array) -> jax.Array:  # [B, T, N, H] -> [B, K, G*T, H]; a key head serves G query heads
+        x = x.reshape(B, T, K, G, H, out_sharding=spec(ROWS, None, TENSOR, None, None))
+        return x.transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H, out_sharding=spec(*axes))
+
+    def scores(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:  # [B, K, G*T, S or T] float32
+        s = einsum("bkqh,bksh->bkqs", q, k, axes, preferred_element_type=jnp.float32) * H**-0.5
+        return jnp.where(mask, s, MASKED)
+
+    q = grouped(query)
+    window_mask = jnp.broadcast_to(sees[:, None, None], (B, 1, G, T, T)).reshape(
+        B, 1, G * T, T, out_sharding=spec(ROWS, None, None, None))
+    parts = [(scores(q, keys, window_mask), values)]
+    if cache is not None and valid is not None:
+        parts.append((scores(q, cache[0], valid[:, None, None, :]), cache[1]))
+
+    largest = jnp.max(parts[0][0], axis=-1, keepdims=True)
+    for s, _ in parts[1:]:
+        largest = jnp.maximum(largest, jnp.max(s, axis=-1, keepdims=True))
+    weights = [jnp.exp(s - largest) for s, _ in parts]
+    total = sum(jnp.sum(w, axis=-1, keepdims=True) for w in weights)
+    mixed = sum(
+        einsum("bkqs,bksh->bkqh", w.astype(v.dtype), v, axes, preferred_element_type=jnp.float32)
+        for w, (_, v) in zip(weights, parts, strict=True)
+    )
+    mixed = (mixed / total).astype(query.dtype)
+    mixed = mixed.reshape(B, K, G, T, H, out_sharding=spec(ROWS, TENSOR, None, None, None)).transpose(0, 3, 1, 2, 4)
+    return mixed.reshape(B, T, N, H, out_sharding=spec(ROWS, None, TENSOR, None))
+
+
+class Layer(nn.Module):
+    """One decoder layer: attention with normed, rotated queries and keys, then a gated feed-forward."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        hidden: jax.Array,  # [B, T, D]
+        cache: tuple[jax.Array, jax.Array] | None,  # this layer's keys and values [B, K, S, H]
+        valid: jax.Array | None,  # [B, S] bool
+        sees: jax.Array,  # [B, T, T] bool
+        table: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        c = self.config
+        dtype = jnp.dtype(c.dtype)
+        D, N, K, H, F = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size
+        heads, units = (ROWS, None, TENSOR, None), (ROWS, None, TENSOR)
+        residual = (ROWS, None, None)
+
+        def kernel(name: str, *shape: int, fan_in: int) -> jax.Array:
+            return self.param(name, nn.initializers.normal(fan_in**-0.5), shape, dtype).astype(dtype)
+
+        def norm(name: str, x: jax.Array) -> jax.Array:
+            return rms_norm(x, self.param(name, nn.initializers.ones, x.shape[-1:], dtype), c.rms_norm_eps)
+
+        x = norm("attention_norm", hidden)
+        query = einsum("btd,dnh->btnh", x, kernel("query", D, N, H, fan_in=D), heads)
+        keys = einsum("btd,dkh->btkh", x, kernel("key", D, K, H, fan_in=D), heads)
+        values = einsum("btd,dkh->btkh", x, kernel("value", D, K, H, fan_in=D), heads).transpose(0, 2, 1, 3)
+        query = rotate(norm("query_norm", query), table)
+        keys = rotate(norm("key_norm", keys), table).transpose(0, 2, 1, 3)
+        mixed = attend(query, keys, values, sees, cache, valid)
+        hidden = hidden + einsum("btnh,nhd->btd", mixed, kernel("output", N, H, D, fan_in=N * H), residual)
+
+        x = norm("mlp_norm", hidden)
+        gate = einsum("btd,df->btf", x, kernel("gate", D, F, fan_in=D), units)
+        up = einsum("btd,df->btf", x, kernel("up", D, F, fan_in=D), units)
+        down = kernel("down", F, D, fan_in=F)
+        return hidden + einsum("btf,fd->btd", nn.silu(gate) * up, down, residual), (keys, values)
+
+
+class Transformer(nn.Module):
+    """The whole decoder. ``Transformer(config).apply({"params": params}, ...)`` is pure."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: jax.Array,  # [B, T] int32
+        positions: jax.Array,  # [B, T] int32, true positions
+        sees: jax.Array,  # [B, T, T] bool: query, key
+        cache: KVCache | None = None,
+        *,
+        head: bool = True,
+    ) -> Output:
+        c = self.config
+        dtype = jnp.dtype(c.dtype)
+        embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size), dtype)
+        hidden = embedding.at[tokens].get(out_sharding=spec(ROWS, None, None)).astype(dtype)
+        table = rotary_table(positions, c.head_dim, c.rope_theta)
+        layers = nn.scan(
+            Layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+            length=c.num_layers,
+        )(c, name="layers")
+        stored = None if cache is None else (cache.keys, cache.values)
+        hidden, (keys, values) = layers(hidden, stored, None if cache is None else cache.valid, sees, table)
+        scale = self.param("final_norm", nn.initializers.ones, (c.hidden_size,), dtype)
+        hidden = rms_norm(hidden, scale, c.rms_norm_eps)
+        if c.tie_word_embeddings:
+            equation, weights = "btd,vd->btv", embedding
+        else:
+            equation = "btd,dv->btv"
+            weights = self.param("head", nn.initializers.normal(c.hidden_size**-0.5), (c.hidden_size, c.vocab_size), dtype)
+        if not head:
+            return Output(hidden, keys, values)
+        logits = einsum(equation, hidden, weights.astype(dtype), (ROWS, None, TENSOR), preferred_element_type=jnp.float32)
+        return Output(logits, keys, values)
+
+
+def causal(length: int) -> jax.Array:
+    """The ordinary causal window mask [1, T, T] bool."""
+    return jnp.tril(jnp.ones((length, length), bool))[None]
+
+
+def init(config: ModelConfig, key: jax.Array) -> Params:
+    """Random parameters."""
+    one = jnp.zeros((1, 1), jnp.int32)
+    return Transformer(config).init(key, one, one, causal(1))["params"]
+
+
+def abstract_params(config: ModelConfig) -> Params:
+    """Shapes and dtypes of the parameters, without memory, whatever their size."""
+    return jax.eval_shape(lambda: init(config, jax.random.key(0)))
+
+
+def flatten(params: Params) -> dict[str, Any]:
+    """Nested parameters -> {"layers/query": leaf, ...}, named as in PARAMETER_AXES."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {"/".join(key.key for key in path): leaf for path, leaf in paths}
+
+
+def unflatten(leaves: dict[str, Any]) -> Params:
+    """The inverse of ``flatten``."""
+    params: Params = {}
+    for name, leaf in leaves.items():
+        *parents, last = name.split("/")
+        node = params
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    return params
+
+
+def parameter_specs(params: Params) -> Params:
+    """The PartitionSpec of every parameter, as a tree like ``params``."""
+    return unflatten({name: PartitionSpec(*PARAMETER_AXES[name]) for name in flatten(params)})
