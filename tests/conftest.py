@@ -1,0 +1,47 @@
+"""What every test leans on: eight virtual CPU devices, a compilation cache on disk, the golden data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import jax
+import pytest
+
+TESTS = Path(__file__).parent
+
+# Golden figures come from a CPU, and compiling is most of what a test costs. Commands that tests start
+# as processes read the same settings from the environment; they see one device, as users do.
+JAX_SETTINGS = {
+    "jax_platforms": os.environ.get("JAX_PLATFORMS", "cpu"),
+    "jax_compilation_cache_dir": str(TESTS.parent / ".cache" / "jax" / jax.__version__),
+    "jax_persistent_cache_min_compile_time_secs": 0.3,
+}
+for name, value in JAX_SETTINGS.items():
+    jax.config.update(name, value)
+    os.environ[name.upper()] = str(value)
+jax.config.update("jax_num_cpu_devices", 8)
+
+# No deadline: the first example of a property compiles.
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="session")
+def golden_dir() -> Path:
+    """What the official PyTorch code gave: see its README.md."""
+    return TESTS / "golden"
+
+
+@pytest.fixture(scope="session", params=["A", "A0"])
+def model_name(request: pytest.FixtureRequest) -> str:
+    """A is well trained; A0 barely, so that it takes the odd paths."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def model_dir(golden_dir: Path, model_name: str) -> Path:
+    """Checkpoint in Hugging Face format; its official outputs are in golden_dir / f"golden{model_name}"."""
+    return golden_dir / f"model{model_name}"
