@@ -1,8 +1,8 @@
 """The key/value cache: a preallocated array, indexed by true position, threaded through the decoding loop.
 
 Order is a matter of when, rotary position a matter of where: a token sees what was committed before it, whatever
-its place in the text. So the entry of position p stands at index p, and ``valid`` says which are written. Nothing
-is compacted, cropped or copied, and the output is already sorted.
+its place in the text. So the entry of position p stands at index p, and the row's state says which entries are
+written and who sees them. Nothing is compacted, cropped or copied, and the output is already sorted.
 """
 
 from __future__ import annotations
@@ -12,26 +12,31 @@ import jax
 import jax.numpy as jnp
 
 from refusion_jax.config import ModelConfig
-from refusion_jax.sharding import ROWS, TENSOR, spec
+from refusion_jax.sharding import ROWS, TENSOR, per_shard, spec
+
+CACHE_AXES = (None, ROWS, TENSOR, None, None)
 
 
 @flax.struct.dataclass
 class KVCache:
-    """Keys and values of every committed token of every row."""
+    """Keys (after norm and rotation) and values of the committed tokens of every row."""
 
-    keys: jax.Array  # [L, B, K, S, H], after norm and rotation
+    keys: jax.Array  # [L, B, K, S, H]
     values: jax.Array  # [L, B, K, S, H]
-    valid: jax.Array  # [B, S] bool
+
+    @property
+    def capacity(self) -> int:
+        """S, the number of positions."""
+        return self.keys.shape[3]
 
 
 def empty(config: ModelConfig, rows: int, capacity: int) -> KVCache:
-    """A cache of ``rows`` x ``capacity`` positions with nothing in it."""
+    """A cache of ``rows`` x ``capacity`` positions, all zero."""
     shape = (config.num_layers, rows, config.num_kv_heads, capacity, config.head_dim)
-    place = spec(None, ROWS, TENSOR, None, None)
+    place = spec(*CACHE_AXES)
     return KVCache(
         keys=jnp.zeros(shape, config.dtype, out_sharding=place),
         values=jnp.zeros(shape, config.dtype, out_sharding=place),
-        valid=jnp.zeros((rows, capacity), bool, out_sharding=spec(ROWS, None)),
     )
 
 
@@ -40,19 +45,20 @@ def commit(
     keys: jax.Array,  # [L, B, K, T, H]
     values: jax.Array,  # [L, B, K, T, H]
     positions: jax.Array,  # [B, T] int32
-    accepted: jax.Array,  # [B, T] bool; the positions of a row's accepted entries are distinct
+    stored: jax.Array,  # [B, T] bool; the positions of a row's stored entries are distinct
 ) -> KVCache:
-    """Write the accepted entries of a window; the others are dropped.
+    """Write the stored entries of a window at their positions; the others are dropped.
 
-    Dropped entries are aimed at distinct indices past the end, so that indices stay unique and the scatter runs in
-    place.
+    Dropped entries are aimed at distinct indices past the end, so that all indices are unique and the scatter runs
+    in place.
     """
-    S, T = cache.valid.shape[1], positions.shape[1]
-    index = jnp.where(accepted, positions, S + jnp.arange(T, dtype=positions.dtype))
+    past_the_end = cache.capacity + jnp.arange(positions.shape[1], dtype=positions.dtype)
+    index = jnp.where(stored, positions, past_the_end)
 
-    def write(stored: jax.Array, window: jax.Array, index: jax.Array) -> jax.Array:  # of one row and layer, [K, S, H]
-        return stored.at[:, index].set(window, mode="drop", unique_indices=True)
+    def write(old: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:  # one layer of one row: [K, S, H]
+        return old.at[:, index].set(new, mode="drop", unique_indices=True)
 
-    write_rows = jax.vmap(jax.vmap(write), in_axes=(0, 0, None))
-    valid = jax.vmap(lambda v, i: v.at[i].set(True, mode="drop", unique_indices=True))(cache.valid, index)
-    return KVCache(write_rows(cache.keys, keys, index), write_rows(cache.values, values, index), valid)
+    write_all = per_shard(
+        jax.vmap(jax.vmap(write), in_axes=(0, 0, None)), (CACHE_AXES, CACHE_AXES, (ROWS,)), CACHE_AXES
+    )
+    return KVCache(write_all(cache.keys, keys, index), write_all(cache.values, values, index))

@@ -7,6 +7,7 @@ explicit, so an array that drifts to another layout in a loop is an error while 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,35 +18,67 @@ AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")
 TENSOR = "tensor"
 
+Axes = tuple[Any, ...]  # of each dimension of an array: a mesh axis, several, or None
+
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
     """A mesh of data x fsdp x tensor devices with explicit axes."""
     return jax.make_mesh((data, fsdp, tensor), AXES, (AxisType.Explicit,) * 3)
 
 
-def current_mesh() -> jax.sharding.AbstractMesh | None:
+def has_mesh() -> bool:
+    """Whether a mesh is current."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
+def row_shards() -> int:
+    """Into how many parts the rows of a batch are split."""
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty else mesh
+    return 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def spec(*axes: Any) -> PartitionSpec | None:
     """The partition of an array whose dimensions lie on ``axes``; None without a mesh."""
-    return PartitionSpec(*axes) if current_mesh() is not None else None
+    return PartitionSpec(*axes) if has_mesh() else None
 
 
-def einsum(equation: str, a: jax.Array, b: jax.Array, axes: tuple[Any, ...], **options: Any) -> jax.Array:
+def einsum(equation: str, a: jax.Array, b: jax.Array, axes: Axes, **options: Any) -> jax.Array:
     """``jnp.einsum`` of two operands whose result lies on ``axes``."""
     return jnp.einsum(equation, a, b, out_sharding=spec(*axes), **options)
 
 
-def constrain(array: jax.Array, *axes: Any) -> jax.Array:
-    """``array`` laid out on ``axes``."""
-    mesh = current_mesh()
-    return array if mesh is None else jax.sharding.reshard(array, PartitionSpec(*axes))
+def reshard(array: jax.Array, *axes: Any) -> jax.Array:
+    """``array`` moved to ``axes``."""
+    return jax.sharding.reshard(array, PartitionSpec(*axes)) if has_mesh() else array
+
+
+def per_shard(function: Callable[..., Any], in_axes: tuple[Axes, ...], out_axes: Axes) -> Callable[..., Any]:
+    """``function`` run by every device on its own part of the arguments, without communication.
+
+    ``in_axes`` has one entry an argument (every array of a tree lies on it); ``out_axes`` serves all results.
+    """
+    if not has_mesh():
+        return function
+    return jax.shard_map(
+        function,
+        in_specs=tuple(PartitionSpec(*axes) for axes in in_axes),
+        out_specs=PartitionSpec(*out_axes),
+        check_vma=False,
+    )
+
+
+def per_row(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function(shared, *one row)`` -> ``function(shared, *all rows)``: vmapped, and local to each shard of rows."""
+
+    def apply(shared: Any, *rows: Any) -> Any:
+        batched = jax.vmap(function, in_axes=(None, *(0 for _ in rows)))
+        return per_shard(batched, ((), *((ROWS,) for _ in rows)), (ROWS,))(shared, *rows)
+
+    return apply
 
 
 def place(tree: Any, specs: Any) -> Any:
-    """``tree`` of arrays put on the current mesh by ``specs``, a tree of PartitionSpec."""
+    """``tree`` put on the current mesh by ``specs``, a tree of PartitionSpec."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         return tree

@@ -1,9 +1,9 @@
 """The Qwen3 decoder: one causal transformer for planning, infilling, verifying, left-to-right and training.
 
 A forward pass takes a *window* of tokens with their true positions, a mask that says what each window token sees
-of the window, and a read-only cache of which each window token sees every valid entry. It returns logits and the
-window's own keys and values and never writes the cache: what is accepted is committed afterwards
-(``refusion_jax.cache.commit``). All decoding modes differ in the window mask alone.
+of the window, and a read-only cache with a mask that says what each window token sees of it. It returns logits and
+the window's own keys and values and never writes the cache: what is accepted is committed afterwards
+(``refusion_jax.cache.commit``). All decoding modes differ in the masks alone.
 
 B rows, T window tokens, S cache capacity, L layers, D width, N query heads, K key/value heads, G = N/K,
 H head size, F feed-forward, V vocabulary.
@@ -80,9 +80,9 @@ def attend(
     values: jax.Array,  # [B, K, T, H]
     sees: jax.Array,  # [B, T, T] bool
     cache: tuple[jax.Array, jax.Array] | None,  # keys and values [B, K, S, H]
-    valid: jax.Array | None,  # [B, S] bool
+    sees_cache: jax.Array | None,  # [B, T, S] bool
 ) -> jax.Array:  # [B, T, N, H]
-    """Attention over the valid cache and the window, as one softmax over two score matrices.
+    """Attention over the cache and the window, as one softmax over two score matrices.
 
     The cache is never concatenated with the window: that would copy it.
     """
@@ -97,14 +97,13 @@ def attend(
 
     def scores(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:  # [B, K, G*T, S or T] float32
         s = einsum("bkqh,bksh->bkqs", q, k, axes, preferred_element_type=jnp.float32) * H**-0.5
-        return jnp.where(mask, s, MASKED)
+        s = s.reshape(B, K, G, T, -1, out_sharding=spec(ROWS, TENSOR, None, None, None))
+        return jnp.where(mask[:, None, None], s, MASKED).reshape(B, K, G * T, -1, out_sharding=spec(*axes))
 
     q = grouped(query)
-    window_mask = jnp.broadcast_to(sees[:, None, None], (B, 1, G, T, T)).reshape(
-        B, 1, G * T, T, out_sharding=spec(ROWS, None, None, None))
-    parts = [(scores(q, keys, window_mask), values)]
-    if cache is not None and valid is not None:
-        parts.append((scores(q, cache[0], valid[:, None, None, :]), cache[1]))
+    parts = [(scores(q, keys, sees), values)]
+    if cache is not None and sees_cache is not None:
+        parts.append((scores(q, cache[0], sees_cache), cache[1]))
 
     largest = jnp.max(parts[0][0], axis=-1, keepdims=True)
     for s, _ in parts[1:]:
@@ -130,8 +129,8 @@ class Layer(nn.Module):
         self,
         hidden: jax.Array,  # [B, T, D]
         cache: tuple[jax.Array, jax.Array] | None,  # this layer's keys and values [B, K, S, H]
-        valid: jax.Array | None,  # [B, S] bool
         sees: jax.Array,  # [B, T, T] bool
+        sees_cache: jax.Array | None,  # [B, T, S] bool
         table: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         c = self.config
@@ -152,7 +151,7 @@ class Layer(nn.Module):
         values = einsum("btd,dkh->btkh", x, kernel("value", D, K, H, fan_in=D), heads).transpose(0, 2, 1, 3)
         query = rotate(norm("query_norm", query), table)
         keys = rotate(norm("key_norm", keys), table).transpose(0, 2, 1, 3)
-        mixed = attend(query, keys, values, sees, cache, valid)
+        mixed = attend(query, keys, values, sees, cache, sees_cache)
         hidden = hidden + einsum("btnh,nhd->btd", mixed, kernel("output", N, H, D, fan_in=N * H), residual)
 
         x = norm("mlp_norm", hidden)
@@ -174,9 +173,20 @@ class Transformer(nn.Module):
         positions: jax.Array,  # [B, T] int32, true positions
         sees: jax.Array,  # [B, T, T] bool: query, key
         cache: KVCache | None = None,
+        sees_cache: jax.Array | None = None,  # [B, T, S] bool: query, cache entry
         *,
         head: bool = True,
     ) -> Output:
+        """One forward pass.
+
+        Args:
+          tokens: ids of the window, [B, T] int32.
+          positions: their true positions, [B, T] int32, in any order.
+          sees: what each window token sees of the window (itself included), [B, T, T] bool.
+          cache: keys and values of earlier tokens; read, never written.
+          sees_cache: what each window token sees of the cache, [B, T, S] bool; required with a cache.
+          head: False returns the final hidden states in place of logits.
+        """
         c = self.config
         dtype = jnp.dtype(c.dtype)
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size), dtype)
@@ -190,7 +200,7 @@ class Transformer(nn.Module):
             length=c.num_layers,
         )(c, name="layers")
         stored = None if cache is None else (cache.keys, cache.values)
-        hidden, (keys, values) = layers(hidden, stored, None if cache is None else cache.valid, sees, table)
+        hidden, (keys, values) = layers(hidden, stored, sees, sees_cache, table)
         scale = self.param("final_norm", nn.initializers.ones, (c.hidden_size,), dtype)
         hidden = rms_norm(hidden, scale, c.rms_norm_eps)
         if c.tie_word_embeddings:

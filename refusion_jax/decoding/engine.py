@@ -1,0 +1,194 @@
+"""The engine: one forward pass for all rows, whatever each of them is doing, in one jitted ``lax.while_loop``.
+
+A *method* (exact.py, threshold.py, autoregressive.py) is a small pytree with three functions written for one row:
+
+* ``init(tokens, prompt_length, budget) -> Row``
+* ``window(row) -> Window``: what the row feeds next, in a fixed layout of which some entries are live;
+* ``update(row, window, scores) -> (Row, stored, Report)``: what follows from the scores, and which entries' keys and
+  values are kept.
+
+The engine vmaps them over rows, moves the live entries of every row to the front, runs the transformer at the
+narrowest width that holds the longest of them, and commits what is stored. The cache and the rows are donated; the
+loop never copies them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar, Protocol
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from refusion_jax import cache as kv
+from refusion_jax.cache import KVCache
+from refusion_jax.config import ModelConfig
+from refusion_jax.decoding import window as windows
+from refusion_jax.decoding.row import Report, Row
+from refusion_jax.decoding.sampling import Scores, allowed_tokens, score
+from refusion_jax.decoding.window import Window
+from refusion_jax.model.transformer import Params, Transformer, causal
+from refusion_jax.sharding import ROWS, per_row, reshard
+
+PREFILL_WIDTH = 256  # tokens of a prompt that are cached in one pass
+
+
+class Method(Protocol):
+    """How a row is decoded. A pytree; its static fields and class variables select the compiled program."""
+
+    candidates: ClassVar[int]  # how many of the most likely tokens ``update`` reads
+    restricted: ClassVar[bool]  # whether the mask and ids beyond the tokenizer are banned
+
+    @property
+    def entries(self) -> int: ...
+
+    def init(self, tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array) -> Any: ...
+
+    def window(self, row: Any) -> Window: ...
+
+    def update(self, row: Any, window: Window, scores: Scores) -> tuple[Any, jax.Array, Report]: ...
+
+
+@flax.struct.dataclass
+class State:
+    """The carry of the loop."""
+
+    rows: Any  # a Row of the method, every field with a leading [B]
+    cache: KVCache
+    step: jax.Array  # int32: forward passes so far
+
+
+def widths(entries: int) -> list[int]:
+    """The window widths that are compiled, in one place: at most half as much again as what is needed."""
+    steps = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+    lowest = min(8, entries) if entries > 4 else 1
+    return [w for w in steps if lowest <= w < entries] + [entries]
+
+
+def capacity(longest: int) -> int:
+    """The cache capacity S for rows of up to ``longest`` positions, prompt and answer: few distinct sizes."""
+    step = 64 if longest <= 512 else 256 if longest <= 2048 else 1024
+    return -(-longest // step) * step
+
+
+def prefill_width(longest: int) -> int:
+    """The window width with which prompts of up to ``longest`` tokens are cached."""
+    return min(PREFILL_WIDTH, -(-longest // 32) * 32)
+
+
+
+def prefill(
+    params: Params,
+    tokens: jax.Array,  # [B, S] int32
+    lengths: jax.Array,  # [B] int32: how many of them to cache
+    *,
+    config: ModelConfig,
+    width: int,
+) -> KVCache:
+    """Cache the keys and values of the first ``lengths`` tokens of every row, ``width`` at a time."""
+    B, S = tokens.shape
+
+    def body(i: jax.Array, cache: KVCache) -> KVCache:
+        place = i * width + jnp.arange(width)
+        chunk = tokens.at[:, place].get(mode="fill", fill_value=0)
+        positions = jnp.broadcast_to(place, (B, width))
+        sees = jnp.broadcast_to(causal(width), (B, width, width))
+        sees_cache = jnp.broadcast_to(jnp.arange(S) < i * width, (B, width, S))
+        out = Transformer(config).apply(
+            {"params": params}, chunk, positions, reshard(sees, ROWS, None, None), cache,
+            reshard(sees_cache, ROWS, None, None), head=False,
+        )
+        return kv.commit(cache, out.keys, out.values, positions, positions < lengths[:, None])
+
+    chunks = -(-jnp.max(lengths) // width)
+    return jax.lax.fori_loop(0, chunks, body, kv.empty(config, B, S))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "width"))
+def begin(
+    params: Params,
+    method: Method,
+    tokens: jax.Array,  # [B, S] int32: prompts, padded
+    lengths: jax.Array,  # [B] int32: their lengths
+    budgets: jax.Array,  # [B] int32: how many tokens may follow; 0: the row is done at once
+    *,
+    config: ModelConfig,
+    width: int,
+) -> State:
+    """Every prompt cached, before the first step."""
+    cache = prefill(params, tokens, lengths, config=config, width=width)
+    rows = per_row(lambda m, *row: m.init(*row))(method, tokens, lengths, budgets)
+    return State(rows, cache, jnp.zeros((), jnp.int32))
+
+
+def forward(
+    params: Params, config: ModelConfig, method: Method, window: Window, cache: KVCache
+) -> tuple[Scores, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Run the live entries of ``window`` [B, T] at the narrowest compiled width.
+
+    Returns the scores of every entry [B, T], where each entry went in the compact window [B, T], the keys and values
+    of the compact window [L, B, K, T, H], and its width.
+    """
+    T = method.entries
+    sizes = widths(T)
+    allowed = allowed_tokens(config) if method.restricted else None
+
+    def at_width(width: int, params: Params, window: Window, cache: KVCache) -> Any:
+        def pack(_: None, row: Window) -> Any:
+            front, went = windows.compact(row, width)
+            return front, went, windows.sees_window(front), windows.sees_cache(front)
+
+        front, went, sees, sees_cache = per_row(pack)(None, window)
+        out = Transformer(config).apply(
+            {"params": params}, front.tokens, front.positions, sees, cache, sees_cache
+        )
+        scores = score(reshard(out.logits, ROWS, None, None), allowed, method.candidates, front.asked)
+
+        def unpack(_: None, scores: Scores, went: jax.Array) -> Scores:
+            return jax.tree.map(lambda x: x.at[went].get(mode="fill", fill_value=0), scores)
+
+        widen = [(0, 0)] * 3 + [(0, T - width), (0, 0)]
+        return (
+            per_row(unpack)(None, scores, went), went, jnp.pad(out.keys, widen), jnp.pad(out.values, widen),
+            jnp.int32(width),
+        )
+
+    needed = jnp.max(jnp.sum(window.live, axis=1))
+    index = jnp.sum(needed > jnp.asarray(sizes[:-1], jnp.int32)) if len(sizes) > 1 else 0
+    branches = [functools.partial(at_width, width) for width in sizes]
+    return jax.lax.switch(index, branches, params, window, cache)
+
+
+def advance(params: Params, config: ModelConfig, method: Method, state: State) -> tuple[State, Report, Window, Scores]:
+    """One step: every row that is not done takes part in one forward pass."""
+    window = per_row(lambda m, row: m.window(row))(method, state.rows)
+    scores, went, keys, values, width = forward(params, config, method, window, state.cache)
+
+    def update(shared: Any, row: Any, window: Window, scores: Scores, went: jax.Array) -> Any:
+        method, width, step = shared
+        new, stored, report = method.update(row, window, scores)
+        new = new.replace(
+            positions=row.positions + jnp.sum(window.live), padded_positions=row.padded_positions + width
+        )
+        new = new.replace(finished_at=jnp.where(new.done, step + 1, -1))
+        T = window.live.shape[0]
+        where = jnp.full(T, row.tokens.shape[0]).at[went].set(
+            jnp.where(stored, window.positions, row.tokens.shape[0]), mode="drop", unique_indices=True
+        )
+        frozen = jax.tree.map(lambda old, new: jnp.where(row.done, old, new), row, new)
+        return frozen, where, where < row.tokens.shape[0], report
+
+    rows, positions, stored, report = per_row(update)((method, width, state.step), state.rows, window, scores, went)
+    cache = kv.commit(state.cache, keys, values, positions, stored)
+    return State(rows, cache, state.step + 1), report, window, scores
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
+def run(params: Params, method: Method, state: State, limit: jax.Array, *, config: ModelConfig) -> State:
+    """Steps until every row is done or ``limit`` forward passes have been made in all. ``state`` is donated."""
+
+    def unfinished(state: State) -> jax.Array:
+        return (state.step < limit) & ~jnp.all(state.rows.done)
+
+    return jax.lax.while_loop(unfinished, lambda state: advance(params, config, method, state)[0], state)

@@ -1,0 +1,215 @@
+"""Exact plan-and-infill: the tokens of the sequential process, in fewer forward passes.
+
+The process (one slot after another, one token at a time): plan every open slot behind the committed text, choose the
+certain ones, commit them in position order, the first token of a slot from a lone mask behind the text as it is then,
+every later one from the token before it; EOS drops what lies behind it. This module produces the very same tokens:
+drafts change the speed, never the output.
+
+One forward verifies and plans. Its window, behind the cached text:
+
+=============  =====  ===========================================================================================
+pending        1      the last committed token while its keys and values are not cached
+drafts         b      drafted tokens of the chosen slots, in position order
+probes         J      a mask at the first position of each drafted slot, behind the drafts of the slots before it
+alternatives   A      other candidates for the first draft, behind the pending token
+next plan      b      masks of the open slots; when none is left, those of the next serial block
+=============  =====  ===========================================================================================
+
+A draft is right when it equals its target: the probe's token for the first of a slot, the token after the one before
+otherwise. The longest right prefix is committed with its keys and values, *plus the target behind it, for free*: that
+token is exact, but what stood in its place was not, so it is pending and leads the next window. If one of the
+alternatives equals the first target, it is committed with its keys and values, and the token after it is free.
+Every forward that does not only plan commits at least one token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, ClassVar, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from refusion_jax.decoding.plan import PLANNERS, by_position, by_slot, choose
+from refusion_jax.decoding.row import (
+    PLAN, VERIFY, Report, Row, first_true, is_eos, last_true, new_row, shift, view, write,
+)
+from refusion_jax.decoding.sampling import Scores
+from refusion_jax.decoding.window import HIDDEN, SHARED, WHOLE_TRUNK, Window, assemble, on_branches, on_trunk
+
+ALTERNATIVES = 4
+REACH = 0.1  # drafts are verified as far as they are all right with at least this probability
+PLAN_AHEAD = 0.3  # the next plan is made with the verification if all drafts are right with more than this
+
+
+@flax.struct.dataclass
+class ExactRow(Row):
+    """What exact decoding knows of a row, beside its text."""
+
+    chosen: jax.Array  # [S] bool: the position belongs to a slot that was chosen
+    logprob: jax.Array  # [S] float32: of the draft, when it was drafted
+    alternatives: jax.Array  # [S, A] int32: the next most likely tokens there
+    pending: jax.Array  # int32: position of the committed token that is not cached; -1: none
+    planned: jax.Array  # bool: nothing was committed since the plan, so that its first token is exact
+
+
+class Parts(NamedTuple):
+    """A value of every window entry, split by role."""
+
+    pending: jax.Array  # [...]
+    drafts: jax.Array  # [b, ...]
+    probes: jax.Array  # [J, ...]
+    alternatives: jax.Array  # [A, ...]
+    plan: jax.Array  # [b, ...]
+
+
+@flax.struct.dataclass
+class Exact:
+    """The exact method; see the module's docstring. ``window`` and ``update`` are written for one row."""
+
+    slot_threshold: jax.Array  # float32
+    slot_size: int = flax.struct.field(pytree_node=False)
+    block_size: int = flax.struct.field(pytree_node=False)
+    mask: int = flax.struct.field(pytree_node=False)
+    eos: tuple[int, ...] = flax.struct.field(pytree_node=False)
+    planner: str = flax.struct.field(pytree_node=False, default="confidence")
+
+    candidates: ClassVar[int] = ALTERNATIVES + 1
+    restricted: ClassVar[bool] = True
+
+    @property
+    def slots(self) -> int:
+        """J, slots of a block."""
+        return -(-self.block_size // self.slot_size)
+
+    @property
+    def entries(self) -> int:
+        """T, entries of the window."""
+        return 1 + 2 * self.block_size + self.slots + ALTERNATIVES
+
+    def split(self, values: jax.Array) -> Parts:
+        """A value of every window entry [T, ...], by role."""
+        ends = itertools.accumulate((1, self.block_size, self.slots, ALTERNATIVES))
+        pending, *others = jnp.split(values, list(ends))
+        return Parts(pending[0], *others)
+
+    def init(self, tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array) -> ExactRow:
+        """A row whose prompt is cached: ``tokens`` [S] holds the prompt, ``budget`` tokens may follow."""
+        S = tokens.shape[0]
+        return ExactRow(
+            **new_row(tokens, prompt_length, budget),
+            chosen=jnp.zeros(S, bool),
+            logprob=jnp.zeros(S, jnp.float32),
+            alternatives=jnp.zeros((S, ALTERNATIVES), jnp.int32),
+            pending=jnp.asarray(-1, jnp.int32),
+            planned=jnp.asarray(False),
+        )
+
+    def window(self, row: ExactRow) -> Window:
+        """What the row feeds next: the table above."""
+        k, b, J, A = self.slot_size, self.block_size, self.slots, ALTERNATIVES
+        block = row.start + jnp.arange(b)
+        offset, slot = jnp.arange(b) % k, jnp.arange(b) // k
+        heads = jnp.arange(J) * k
+        todo = view(row.unwritten & row.chosen, block, False)
+        first = first_true(todo)
+        verifying = jnp.any(todo)
+        proven = row.planned & first  # a draft that needs no verification
+
+        has_pending = row.pending >= 0
+        pending = on_trunk(view(row.tokens, row.pending[None]), row.pending[None], has_pending[None])
+
+        logprob = jnp.where(todo & ~proven, view(row.logprob, block), 0.0)
+        all_right_before = jnp.cumsum(logprob) - logprob
+        live = todo & (first | (all_right_before >= jnp.log(REACH)))
+        drafts = on_trunk(view(row.tokens, block), block, live, has_pending.astype(jnp.int32))
+
+        probed = (live & ~proven)[heads]
+        probes = on_branches(jnp.full(J, self.mask), block[heads], probed, drafts.place[heads], jnp.arange(J))
+
+        next_to_pending = has_pending & jnp.any(first & (offset > 0) & (block == row.pending + 1))
+        position = jnp.full(A, row.pending + 1)
+        alternatives = on_branches(
+            view(row.alternatives, position[:1])[0], position, jnp.broadcast_to(next_to_pending, A), 1, J + jnp.arange(A)
+        )
+
+        base, plannable = self.next_plan(row)
+        all_right = jnp.all(live == todo) & (jnp.sum(logprob) > jnp.log(PLAN_AHEAD))
+        masks = on_branches(
+            jnp.full(b, self.mask), base + jnp.arange(b), plannable & (~verifying | all_right), WHOLE_TRUNK, J + A + slot
+        )
+        cached = row.committed & (jnp.arange(row.tokens.shape[0]) != row.pending)
+        return assemble([pending, drafts, probes, alternatives, masks], jnp.where(cached, SHARED, HIDDEN))
+
+    def next_plan(self, row: ExactRow) -> tuple[jax.Array, jax.Array]:
+        """The block to plan next: its first position, and which of its positions [b] are open."""
+        block = row.start + jnp.arange(self.block_size)
+        is_open = row.unwritten & ~row.chosen
+        base = jnp.where(jnp.any(view(is_open, block, False)), row.start, row.start + self.block_size)
+        return base, view(is_open, base + jnp.arange(self.block_size), False)
+
+    def update(self, row: ExactRow, window: Window, scores: Scores) -> tuple[ExactRow, jax.Array, Report]:
+        """Commit what the scores prove. Returns the row, which entries' keys and values to store [T], and a report."""
+        k, b = self.slot_size, self.block_size
+        block = row.start + jnp.arange(b)
+        offset, slot = jnp.arange(b) % k, jnp.arange(b) // k
+        live, fed = self.split(window.live), self.split(window.tokens)
+        after = self.split(scores.tokens[:, 0])  # the most likely token at a mask, or after a token
+        verifying = jnp.any(live.drafts)
+        first = first_true(live.drafts)
+
+        # Targets: what the sequential process writes at each draft's place if all drafts before it are right.
+        before = jnp.where(shift(live.drafts), shift(after.drafts), after.pending)
+        target = jnp.where(offset == 0, after.probes[slot], before)
+        target = jnp.where(row.planned & first, fed.drafts, target)
+        right = live.drafts & (target == fed.drafts)
+        accepted = live.drafts & (jnp.cumsum(live.drafts & ~right) == 0)
+        eos = accepted & is_eos(fed.drafts, self.eos)
+        accepted &= (jnp.cumsum(eos) - eos) == 0
+        ended = jnp.any(eos)
+
+        # For free: the target at the first wrong place; behind a right alternative or the last draft, one more.
+        wrong = first_true(live.drafts & ~right) & ~ended
+        found = live.alternatives & jnp.any(wrong & first) & (fed.alternatives == jnp.sum(jnp.where(wrong, target, 0)))
+        tip = jnp.where(jnp.any(wrong), wrong & jnp.any(found) & ~is_eos(target, self.eos), last_true(accepted) & ~ended)
+        free = shift(tip) & (offset > 0) & view(row.unwritten & row.chosen, block, False)
+        after_tip = jnp.where(
+            jnp.any(wrong), jnp.sum(jnp.where(found, after.alternatives, 0)), jnp.sum(jnp.where(tip, after.drafts, 0))
+        )
+        tokens = jnp.where(accepted, fed.drafts, jnp.where(wrong, target, after_tip))
+        row = write(row, block, tokens, accepted | wrong | free, self.eos)
+        uncached = free | (wrong & ~jnp.any(found))
+        stored = jnp.concatenate([
+            live.pending[None], accepted, jnp.zeros_like(live.probes), found, jnp.zeros_like(live.plan)
+        ])
+        row = row.replace(
+            pending=jnp.where(jnp.any(uncached), jnp.sum(jnp.where(last_true(uncached), block, 0)), -1),
+            planned=jnp.asarray(False),
+            forwards=row.forwards.at[jnp.where(verifying, VERIFY, PLAN)].add(1),
+        )
+
+        # The plan holds if nothing happened that it did not see.
+        base = window.positions[-b]
+        holds = jnp.any(live.plan) & ~jnp.any(wrong | free) & ~ended
+        certainty = jax.vmap(PLANNERS[self.planner])(by_slot(self.split(scores.logprob).plan, k))
+        chosen = choose(certainty, by_slot(live.plan, k)[:, 0], self.slot_threshold)
+        draft = holds & live.plan & by_position(chosen, k, b)
+        place = jnp.where(draft, base, row.tokens.shape[0]) + jnp.arange(b)
+
+        def put(array: jax.Array, values: Any) -> jax.Array:
+            return array.at[place].set(values, mode="drop", unique_indices=True)
+
+        report = Report(
+            base=base, planned=holds & live.plan, certainty=certainty, chosen=draft, drafts=live.drafts, accepted=accepted
+        )
+        planned = row.replace(
+            tokens=put(row.tokens, after.plan),
+            chosen=put(row.chosen, True),
+            logprob=put(row.logprob, self.split(scores.logprob).plan),
+            alternatives=put(row.alternatives, self.split(scores.tokens).plan[:, 1:]),
+            planned=holds,
+        )
+        finished = ~jnp.any(view(planned.unwritten, block, False))
+        start = jnp.where(holds, base, jnp.where(finished, row.start + b, row.start))
+        return planned.replace(start=start), stored, report

@@ -1,0 +1,47 @@
+"""From logits to tokens: which ids may be generated, which one is chosen, and how probable it was."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from refusion_jax.config import ModelConfig
+
+
+@flax.struct.dataclass
+class Scores:
+    """What decoding reads off the logits of window entries."""
+
+    tokens: jax.Array  # [..., C] int32: the most likely tokens, best first, equal logits by lowest id
+    logprob: jax.Array  # [...] float32: log-probability of the first of them
+    asked: jax.Array | None  # [...] float32: probability of the asked token
+
+
+def allowed_tokens(config: ModelConfig) -> jax.Array:
+    """[V] bool: ids that may be generated. The mask and rows beyond the tokenizer may not."""
+    ids = jnp.arange(config.vocab_size)
+    allowed = ids < (config.num_tokens or config.vocab_size)
+    return allowed if config.mask_token_id is None else allowed & (ids != config.mask_token_id)
+
+
+def score(
+    logits: jax.Array,  # [..., V] float32
+    allowed: jax.Array | None,  # [V] bool; None: every id
+    candidates: int,
+    asked: jax.Array | None = None,  # [...] int32
+) -> Scores:
+    """The best ``candidates`` tokens and their probabilities, over the allowed ids alone."""
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, -jnp.inf)
+    if candidates == 1:
+        best = jnp.max(logits, axis=-1)
+        tokens = jnp.argmax(logits, axis=-1)[..., None]
+    else:
+        top, tokens = jax.lax.top_k(logits, candidates)
+        best = top[..., 0]
+    total = jax.nn.logsumexp(logits, axis=-1)
+    probability = None
+    if asked is not None:
+        probability = jnp.exp(jnp.take_along_axis(logits, asked[..., None], axis=-1)[..., 0] - total)
+    return Scores(tokens.astype(jnp.int32), best - total, probability)
