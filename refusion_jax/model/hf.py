@@ -97,7 +97,7 @@ def load(source: str | os.PathLike[str], *, dtype: Literal["auto", "float32", "b
       dtype: of weights and activations; "auto" is bfloat16 on accelerators and float32 on CPU.
 
     Raises:
-      FileNotFoundError: there is no such directory or hub id, or it lacks a file.
+      FileNotFoundError: there is no such directory or hub id, or it has no config.json.
       ValueError: a file is broken; a tensor is missing, left over, or of another shape than config.json says;
         config.json asks for something that this model does not compute; the mesh does not divide the model.
     """
@@ -267,7 +267,7 @@ def _check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
     extra = sorted(tensors.keys() - lines.keys())
     if config.tie_word_embeddings and HEAD in extra:  # some writers store the head although it is tied
         head, embedding = (tensors[name].get_tensor(name) for name in (HEAD, EMBEDDING))
-        if head.dtype != embedding.dtype or not np.array_equal(head, embedding):
+        if head.dtype != embedding.dtype or not np.array_equal(head.view(np.uint8), embedding.view(np.uint8)):
             raise ValueError(f"tensor {HEAD} differs from {EMBEDDING}, but {CONFIG} says that they are one "
                              "(tie_word_embeddings); set it to false if the head is meant to be used")
         extra.remove(HEAD)
