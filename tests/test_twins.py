@@ -5,6 +5,7 @@ If one of these fails, the reference that the compiled loops are tested against 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.twins import exact, golden
+from tests.twins import autoregressive, exact, golden, official
 from tests.twins.context import Context
 from tests.twins.qwen3 import Qwen3
 from tests.twins.scripted import Script, ScriptedModel
@@ -213,7 +214,8 @@ def test_stored_results_are_what_the_twin_decodes(name: str, setting: tuple[int,
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_all_stored_results_are_what_the_twin_decodes(dtype: type) -> None:
-    equal, near_tie = [], []
+    equal: list[bool] = []
+    near_tie: list[bool] = []
     for name in golden.MODELS:
         data = replace(load(name), model=Qwen3(golden.DIRECTORY / f"model{name}", dtype))
         for setting in exact.SETTINGS:
@@ -222,3 +224,190 @@ def test_all_stored_results_are_what_the_twin_decodes(dtype: type) -> None:
             near_tie.extend(stored["margin"] < NEAR_TIE)
     assert np.all(np.array(equal) | near_tie)
     assert np.mean(np.array(equal)[near_tie]) >= 0.95
+
+
+# --- the official decoder -----------------------------------------------------------------------------------
+
+
+def settings(name: str) -> dict[str, dict]:
+    """The settings s01 to s28 that the official code was run with."""
+    table = json.loads((golden.DIRECTORY / f"golden{name}" / "generate_table.json").read_text())
+    return {setting["id"]: setting for setting in table}
+
+
+ARGUMENTS = ("gen_length", "slot_size", "serial_num_blocks", "slot_threshold", "token_threshold")
+
+
+def equals_official(name: str, setting: dict, prompt: int) -> bool:
+    out = official.decode_official(
+        load(name).model, load(name).prompts[prompt].prompt_ids, **{key: setting[key] for key in ARGUMENTS}
+    )
+    of_prompt = {
+        key.removeprefix(f"{setting['id']}_"): values[prompt]
+        for key, values in arrays(name, "generate").items()
+        if key.startswith(f"{setting['id']}_")
+    }
+    length = of_prompt["len"]
+    return (
+        out.token_ids == of_prompt["tokens"][:length].tolist()
+        and [offset for offset, _ in out.committed] == of_prompt["commit_pos"][:length].tolist()
+        and [token for _, token in out.committed] == of_prompt["commit_tok"][:length].tolist()
+        and list(out.calls.values()) == of_prompt["calls"].tolist()
+        and out.query_tokens == of_prompt["query_tokens"]
+        and len(out.tokens_per_forward) == of_prompt["iterations"]
+        and sum(out.tokens_per_forward) == pytest.approx(of_prompt["sum_TPF"])
+    )
+
+
+@pytest.mark.parametrize("name", golden.MODELS)
+def test_tokens_order_and_calls_equal_the_official_code(name: str) -> None:
+    for identity, setting in settings(name).items():
+        fragile = arrays(name, "generate")[f"{identity}_fragile"]
+        for prompt in range(0, 64, 8):
+            assert fragile[prompt] or equals_official(name, setting, prompt), (identity, prompt)
+
+
+@pytest.mark.slow
+def test_all_tokens_order_and_calls_equal_the_official_code() -> None:
+    equal: list[bool] = []
+    fragile: list[bool] = []
+    same_as_float64: list[bool] = []
+    for name in golden.MODELS:
+        for identity, setting in settings(name).items():
+            equal.extend(equals_official(name, setting, prompt) for prompt in range(64))
+            fragile.extend(arrays(name, "generate")[f"{identity}_fragile"])
+            same_as_float64.extend(arrays(name, "generate")[f"{identity}_same_as_float64"])
+    assert np.all(np.array(equal) | fragile)
+    assert np.mean(np.array(equal)[np.array(fragile) & same_as_float64]) >= 0.95
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_settings_on_which_the_official_code_raises_are_refused(index: int) -> None:
+    failure = json.loads((golden.DIRECTORY / "goldenA" / "generate_errors.json").read_text())[index]
+    rule = ["does not divide", "does not divide", "blocks would be empty", "at least one token"][index]
+    with pytest.raises(ValueError, match=rule):
+        official.decode_official(load("A").model, [1], **{key: failure[key] for key in ARGUMENTS})
+
+
+@pytest.mark.parametrize("name", golden.MODELS)
+def test_the_mended_eos_gives_the_golden_figures(name: str) -> None:
+    """Right answers and forwards over all prompts. `tokens` there counts all that is committed."""
+    data = load(name)
+    comparison = json.loads((golden.DIRECTORY / f"golden{name}" / "eos_fixed_comparison.json").read_text())
+    for identity, figures in comparison.items():
+        setting = settings(name)[identity]
+        length = -(-setting["gen_length"] // setting["slot_size"]) * setting["slot_size"]
+        outs = [
+            official.decode_threshold(
+                data.model,
+                prompt.prompt_ids,
+                max_new_tokens=length,
+                slot_size=setting["slot_size"],
+                block_size=length // setting["serial_num_blocks"],
+                slot_threshold=setting["slot_threshold"],
+                token_threshold=setting["token_threshold"],
+            )
+            for prompt in data.prompts
+        ]
+        right = [data.right(index, out.token_ids, length) for index, out in enumerate(outs)]
+        forwards = [sum(out.calls.values()) for out in outs]
+        committed = [len(out.committed) for out in outs]
+        assert np.mean(right) == figures["exact_with_D1_fixed"]
+        assert np.mean(forwards) == figures["mean_forwards_fixed"]
+        assert sum(committed) / sum(forwards) == pytest.approx(figures["tokens_per_forward_fixed"])
+
+
+def official_by_hand(script: Script, length: int, token_threshold: float) -> official.Decoded:
+    return official.decode_official(
+        ScriptedModel(script, vocabulary=10, mask_id=MASK, eos_id=EOS),
+        PROMPT,
+        gen_length=length,
+        slot_size=2,
+        serial_num_blocks=1,
+        slot_threshold=0.9,
+        token_threshold=token_threshold,
+    )
+
+
+def threshold_by_hand(
+    script: Script, length: int, token_threshold: float, slot_size: int = 2, tokenizer_length: int = 10
+) -> official.Decoded:
+    return official.decode_threshold(
+        ScriptedModel(script, vocabulary=10, mask_id=MASK, eos_id=EOS, tokenizer_length=tokenizer_length),
+        PROMPT,
+        max_new_tokens=length,
+        slot_size=slot_size,
+        block_size=-(-length // slot_size) * slot_size,
+        slot_threshold=0.9,
+        token_threshold=token_threshold,
+    )
+
+
+def test_the_official_code_loses_slots_before_an_eos_and_the_mended_one_writes_them() -> None:
+    """Slots 0 and 6 are confident, the drafts' second tokens do not pass, slot 6 begins with EOS."""
+    script = text([A, B, C, D, E, F, EOS, H], {0: 0.95, 2: 0.5, 4: 0.7, 6: 0.95})
+    assert official_by_hand(script, 8, token_threshold=1.5).token_ids == [A, B, EOS]
+    mended = threshold_by_hand(script, 8, token_threshold=1.5)
+    assert mended.token_ids == [A, B, C, D, E, F, EOS]
+    assert [offset for offset, _ in mended.committed] == [0, 1, 6, 4, 5, 2, 3]
+    assert list(mended.calls.values()) == [3, 3, 3, 3]
+    assert mended.finish_reason == "stop"
+
+
+def test_threshold_text_ends_at_the_first_eos_by_position() -> None:
+    """Slot 2 is written first and ends in EOS, slot 0 then does so too: official output keeps both."""
+    script = text([A, EOS, C, EOS], {0: 0.5, 2: 0.95})
+    assert official_by_hand(script, 4, token_threshold=0.5).token_ids == [A, EOS, C, EOS]
+    assert threshold_by_hand(script, 4, token_threshold=0.5).token_ids == [A, EOS]
+
+
+@pytest.mark.parametrize("token_threshold", [0.5, 1.5])
+def test_threshold_writes_a_short_last_slot_beside_whole_ones(token_threshold: float) -> None:
+    """With 1.5 no draft passes, so slots of 4, 4 and 1 tokens are infilled together in three rounds."""
+    script = text([A, B, C, D, E, F, G, H, A], dict.fromkeys(range(9), 0.95))
+    out = threshold_by_hand(script, 9, token_threshold, slot_size=4)
+    assert out.token_ids == [A, B, C, D, E, F, G, H, A]
+    assert list(out.calls.values()) == ([1, 1, 0, 0] if token_threshold < 1 else [1, 1, 3, 3])
+    assert out.finish_reason == "length"
+
+
+@pytest.mark.parametrize("token_threshold", [0.0, 1.5])
+def test_threshold_never_writes_the_mask_or_padded_rows(token_threshold: float) -> None:
+    def script(token: int, position: int, visible: Visible) -> list[float]:
+        return [0, 9, 5, 4, 3, 0, 0, 0, 9, 9]
+
+    assert threshold_by_hand(script, 4, token_threshold, tokenizer_length=8).token_ids == [A] * 4
+
+
+# --- left to right ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", golden.MODELS)
+def test_next_token_decoding_equals_official_greedy_generation(name: str) -> None:
+    data = load(name)
+    for index, expected in enumerate(arrays(name, "baselines")["ar_tokens"]):
+        out = autoregressive.decode(
+            data.model, data.prompts[index].prompt_ids, max_new_tokens=128, first="token"
+        )
+        assert out.token_ids == expected[expected >= 0].tolist() or out.margin < NEAR_TIE
+        assert out.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", golden.MODELS)
+def test_first_tokens_through_masks_equal_exact_decoding_of_one_slot_at_a_time(name: str) -> None:
+    data, stored = load(name), exact.load(name, (8, 8))
+    for index, expected in enumerate(stored["token_ids"]):
+        out = autoregressive.decode(
+            data.model,
+            data.prompts[index].prompt_ids,
+            max_new_tokens=exact.MAX_NEW_TOKENS,
+            first="mask",
+            slot_size=8,
+        )
+        assert out.token_ids == expected[expected >= 0].tolist() or out.margin < NEAR_TIE
+        assert out.finish_reason == stored["finish_reason"][index]
+
+
+def test_next_token_decoding_of_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty prompt"):
+        autoregressive.decode(load("A").model, [], max_new_tokens=4, first="token")

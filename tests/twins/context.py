@@ -46,7 +46,7 @@ class Context:
         if own is None:
             own = np.tri(len(tokens), dtype=bool)
         sees = np.concatenate([np.ones((len(tokens), len(self)), bool), own], axis=1)
-        return self.model.forward(np.asarray(tokens), np.asarray(positions), sees, self.memory)
+        return self.model.forward(np.array(tokens, int), np.array(positions, int), sees, self.memory)
 
     def append(self, keys: NDArray, values: NDArray) -> None:
         if self.memory is None:
@@ -56,6 +56,11 @@ class Context:
                 np.concatenate([self.memory[0], keys], axis=1),
                 np.concatenate([self.memory[1], values], axis=1),
             )
+
+    def since(self, length: int) -> Memory:
+        """Keys and values of what was appended behind the first `length` entries."""
+        assert self.memory is not None
+        return self.memory[0][:, length:], self.memory[1][:, length:]
 
     def commit(self, tokens: Sequence[int], positions: Sequence[int]) -> NDArray:
         """Append tokens to the context, each seeing all before it. Logits [T, V] for the token after each."""
@@ -86,11 +91,17 @@ def greedy(log_probabilities: NDArray, position: int) -> Choice:
     return Choice(int(log_probabilities.argmax()), float(first - second))
 
 
-def log_probabilities(model: Model, logits: NDArray) -> NDArray:
-    """Untempered float32 log-probabilities [..., V]; the mask and rows beyond the tokenizer are banned."""
-    logits = np.array(logits, np.float32)
+def banned(model: Model, logits: NDArray) -> NDArray:
+    """Logits [..., V] in which the mask and rows beyond the tokenizer cannot be chosen."""
+    logits = logits.copy()
     logits[..., model.mask_id] = -np.inf
     logits[..., model.tokenizer_length :] = -np.inf
+    return logits
+
+
+def log_probabilities(model: Model, logits: NDArray) -> NDArray:
+    """Untempered float32 log-probabilities [..., V] of the tokens that are not banned."""
+    logits = banned(model, logits.astype(np.float32))
     logits -= logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 

@@ -76,21 +76,22 @@ class Qwen3:
         return self._norm(x, self.final_norm) @ self.head.T, np.stack(keys), np.stack(values)
 
     def _heads(self, x: NDArray) -> NDArray:
-        return x.reshape(len(x), -1, self.head_size)
+        return x.reshape(len(x), x.shape[1] // self.head_size, self.head_size)
 
     def _norm(self, x: NDArray, weight: NDArray) -> NDArray:
         return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + x.dtype.type(self.epsilon)) * weight
 
     def _attend(self, q: NDArray, k: NDArray, v: NDArray, sees: NDArray) -> NDArray:
         """Grouped attention: query head n reads key/value head n // (N // K). [T, N * H]"""
-        window = len(q)
-        q = q.reshape(window, self.kv_heads, -1, self.head_size).transpose(1, 2, 0, 3)  # [K, N // K, T, H]
+        window, heads, size = q.shape
+        q = q.reshape(window, self.kv_heads, heads // self.kv_heads, size)
+        q = q.transpose(1, 2, 0, 3)  # [K, N // K, T, H]
         k = k.transpose(1, 2, 0)[:, None]  # [K, 1, H, C + T]
         v = v.transpose(1, 0, 2)[:, None]  # [K, 1, C + T, H]
-        scores = np.where(sees, q @ k * q.dtype.type(self.head_size**-0.5), -np.inf)
+        scores = np.where(sees, q @ k * q.dtype.type(size**-0.5), -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        return (weights @ v).transpose(2, 0, 1, 3).reshape(window, -1)
+        return (weights @ v).transpose(2, 0, 1, 3).reshape(window, heads * size)
 
 
 def _rotation(theta: float, size: int, length: int, dtype: DTypeLike) -> tuple[NDArray, NDArray]:
