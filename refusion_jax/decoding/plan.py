@@ -1,7 +1,8 @@
 """Planning: how certain a slot is, and which slots are written next.
 
-A planner turns the scores of the masks of each slot into its certainty. To add one, write a function of the
-log-probabilities of one slot and name it in PLANNERS.
+A planner turns the log-probabilities of the most likely tokens at the masks of one slot into the slot's certainty.
+To add one, write such a function and name it in PLANNERS. It gives the logarithm of the certainty: probabilities
+close to 1 differ by less than float32 resolves, their logarithms do not.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ import jax.numpy as jnp
 
 
 def confidence(logprob: jax.Array) -> jax.Array:
-    """Probability of the most likely token at the first mask (ReFusion, section 4.2)."""
-    return jnp.exp(logprob[0])
+    """The probability of the most likely token at the first mask (ReFusion, section 4.2)."""
+    return logprob[0]
 
 
 PLANNERS: dict[str, Callable[[jax.Array], jax.Array]] = {"confidence": confidence}
-"""Name -> function of one slot's log-probabilities [k] float32 to its certainty, float32."""
+"""Name -> function of one slot's log-probabilities [k] float32 to its log-certainty, float32."""
 
 
 def choose(
-    certainty: jax.Array,  # [J] float32
+    certainty: jax.Array,  # [J] float32, logarithms
     open_slots: jax.Array,  # [J] bool
     threshold: jax.Array,  # float32
 ) -> jax.Array:  # [J] bool
     """The open slots whose certainty exceeds the threshold; if there is none, the most certain one (the earliest)."""
-    above = open_slots & (certainty > threshold)
+    above = open_slots & (jnp.exp(certainty) > threshold)
     best = jnp.argmax(jnp.where(open_slots, certainty, -jnp.inf))
     fallback = open_slots & (jnp.arange(certainty.shape[0]) == best)
     return jnp.where(jnp.any(above), above, fallback)

@@ -100,7 +100,7 @@ class Report:
 
     base: jax.Array  # int32: first position of the block that was planned
     planned: jax.Array  # [b] bool: open positions, if a plan was made that holds
-    certainty: jax.Array  # [J] float32
+    certainty: jax.Array  # [J] float32, logarithms
     chosen: jax.Array  # [b] bool: positions of the slots chosen by this plan
     drafts: jax.Array  # [b] bool: positions of the current block whose drafts were verified
     accepted: jax.Array  # [b] bool: of these, the ones that were right

@@ -35,13 +35,16 @@ def score(
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
     if candidates == 1:
-        best = jnp.max(logits, axis=-1)
         tokens = jnp.argmax(logits, axis=-1)[..., None]
     else:
-        top, tokens = jax.lax.top_k(logits, candidates)
-        best = top[..., 0]
-    total = jax.nn.logsumexp(logits, axis=-1)
+        # Behind the barrier no slice of the result can merge into it: XLA would then sort the whole vocabulary.
+        tokens = jax.lax.optimization_barrier(jax.lax.top_k(logits, candidates)[1])
+    # The others are summed without the best, so that probabilities near 1 keep their order in float32.
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    is_best = jnp.arange(logits.shape[-1]) == tokens[..., :1]
+    others = jnp.sum(jnp.where(is_best, 0.0, jnp.exp(logits - best)), axis=-1)
     probability = None
     if asked is not None:
-        probability = jnp.exp(jnp.take_along_axis(logits, asked[..., None], axis=-1)[..., 0] - total)
-    return Scores(tokens.astype(jnp.int32), best - total, probability)
+        wanted = jnp.take_along_axis(logits, asked[..., None], axis=-1)
+        probability = jnp.exp(wanted - best)[..., 0] / (1.0 + others)
+    return Scores(tokens.astype(jnp.int32), -jnp.log1p(others), probability)

@@ -1,0 +1,77 @@
+"""Left to right, one token a forward pass: the same cache and loop, a window of one or two.
+
+An ordinary causal model reads every token from the one before it (``first="token"``). A ReFusion model has learned
+the first token of a slot through its mask only, so those are read from a lone mask behind the text
+(``first="mask"``), all others from the token before.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from refusion_jax.decoding.row import VERIFY, Report, Row, new_row, view, write
+from refusion_jax.decoding.sampling import Scores
+from refusion_jax.decoding.window import HIDDEN, SHARED, Window, assemble, on_branches, on_trunk
+
+
+@flax.struct.dataclass
+class AutoregressiveRow(Row):
+    """A row whose last token may not be cached yet."""
+
+    pending: jax.Array  # int32: position of the token that is not cached; -1: none
+
+
+@flax.struct.dataclass
+class Autoregressive:
+    """The left-to-right method. A block is one token; ``start`` is the next position."""
+
+    slot_size: int = flax.struct.field(pytree_node=False)
+    mask: int | None = flax.struct.field(pytree_node=False)  # None: read every token from the one before it
+    eos: tuple[int, ...] = flax.struct.field(pytree_node=False)
+
+    candidates: ClassVar[int] = 1
+    restricted: ClassVar[bool] = True
+    mask_entries: ClassVar[int] = 1
+
+    @property
+    def cached_prompt(self) -> int:
+        """How many tokens at the end of the prompt are left to the first window."""
+        return 1 if self.mask is None else 0
+
+    @property
+    def entries(self) -> int:
+        """T, entries of the window: the pending token, and a mask where slots begin with one."""
+        return 1 if self.mask is None else 2
+
+    def init(self, tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array) -> AutoregressiveRow:
+        """A row before its first token: ``tokens`` [S] holds the prompt, ``budget`` tokens may follow."""
+        pending = prompt_length - 1 if self.mask is None else jnp.full_like(prompt_length, -1)
+        return AutoregressiveRow(**new_row(tokens, prompt_length, budget), pending=pending)
+
+    def window(self, row: AutoregressiveRow) -> Window:
+        """The pending token, and the mask of the next position if a slot begins there."""
+        going = ~row.done
+        has_pending = going & (row.pending >= 0)
+        runs = [on_trunk(view(row.tokens, row.pending[None]), row.pending[None], has_pending[None])]
+        if self.mask is not None:
+            begins = going & ((row.start - row.prompt_length) % self.slot_size == 0)
+            runs.append(on_branches(jnp.full(1, self.mask), row.start[None], begins[None], 1, jnp.zeros(1, jnp.int32)))
+        cached = row.committed & (jnp.arange(row.tokens.shape[0]) != row.pending)
+        return assemble(runs, jnp.where(cached, SHARED, HIDDEN))
+
+    def update(
+        self, row: AutoregressiveRow, window: Window, scores: Scores
+    ) -> tuple[AutoregressiveRow, jax.Array, Report]:
+        """Commit the next token; its keys and values follow with the next window."""
+        after = scores.tokens[:, 0]
+        token = jnp.where(window.live[-1], after[-1], after[0])[None]
+        new = write(row, row.start[None], token, jnp.ones(1, bool), self.eos)
+        new = new.replace(pending=row.start, start=row.start + 1, forwards=row.forwards.at[VERIFY].add(1))
+        stored = window.live & (window.positions == row.pending)
+        nothing = jnp.zeros(1, bool)
+        report = Report(row.start, nothing, jnp.zeros(1, jnp.float32), nothing, nothing, jnp.ones(1, bool))
+        return new, stored, report
