@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 OFFICIAL_SLOT_SIZES = (4, 8, 16, 32)
@@ -35,8 +36,16 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and activations
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
-                     "head_dim", "max_position_embeddings"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.num_heads % self.num_kv_heads:
@@ -50,3 +59,89 @@ class ModelConfig:
         for token in self.eos_token_ids:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"eos token id {token} lies outside the vocabulary of {self.vocab_size}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """How prompts are decoded. The output depends on the prompt and these settings, never on the batch.
+
+    Raises:
+      ValueError: a setting is out of its range, or two of them contradict each other.
+    """
+
+    method: Literal["refusion", "ar"] = "refusion"
+    """refusion plans and infills slots in parallel; ar writes left to right, the baseline."""
+    max_new_tokens: int = 256
+    """Budget of new tokens a prompt; the last slot and block are short when they do not divide it."""
+    slot_size: int = 8
+    """Tokens of a slot, the paper's k: slots are written in parallel, each of them from left to right."""
+    block_size: int = 32
+    """Tokens of a serial block, the paper's b: blocks are written one after another."""
+    slot_threshold: float = 0.9
+    """Slots whose certainty exceeds it (strictly) are written at once, the paper's tau_slot; any real number."""
+    token_threshold: float = 0.4
+    """Drafted tokens whose probability exceeds it pass, the paper's tau_token; verify="threshold" only."""
+    verify: Literal["exact", "threshold"] = "exact"
+    """exact gives the tokens of the sequential process; threshold is the paper's algorithm."""
+    compat: Literal["official"] | None = None
+    """official gives the tokens of the official code, bug for bug, in float32."""
+    serial_num_blocks: int | None = None
+    """Number of serial blocks, in place of block_size; compat="official" only."""
+    ar_first: Literal["mask", "token"] = "mask"
+    """method="ar": what the first token of a slot is read from, its mask (ReFusion models) or the token before it
+    (ordinary causal models)."""
+
+    def __post_init__(self) -> None:
+        choices = dict(
+            method=("refusion", "ar"),
+            verify=("exact", "threshold"),
+            compat=(None, "official"),
+            ar_first=("mask", "token"),
+        )
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, allowed))}")
+        for name in ("max_new_tokens", "slot_size", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("slot_threshold", "token_threshold"):
+            if math.isnan(getattr(self, name)):
+                raise ValueError(f"{name} is not a number")
+        if self.compat is None and self.serial_num_blocks is not None:
+            raise ValueError(f"serial_num_blocks={self.serial_num_blocks} belongs to compat='official'; set block_size")
+        if self.compat == "official" and self.method == "ar":
+            raise ValueError("compat='official' is a way of method='refusion', not of method='ar'")
+        if self.method == "refusion":
+            self.blocks()
+
+    def blocks(self) -> tuple[int, int]:
+        """The size of a serial block, and the number of tokens that may be written in all of them.
+
+        With compat="official" as there: the budget is rounded up to whole slots and cut into equal blocks, of which
+        what does not divide is lost.
+        """
+        k, new = self.slot_size, self.max_new_tokens
+        rounded = -(-new // k) * k
+        if self.compat == "official":
+            number = self.serial_num_blocks
+            if number is None:
+                number = max(rounded // self.block_size, 1)
+            if number < 1:
+                raise ValueError(f"serial_num_blocks={number} must be at least 1")
+            block = rounded // number
+            if block == 0:
+                raise ValueError(
+                    f"serial_num_blocks={number} leaves no token for a block: there are {rounded} tokens "
+                    f"(max_new_tokens={new}, rounded up to whole slots)"
+                )
+            if block % k:
+                raise ValueError(
+                    f"the official code cannot decode this: {rounded} tokens in serial_num_blocks={number} blocks make "
+                    f"blocks of {block}, which slot_size={k} does not divide"
+                )
+            return block, block * number
+        if self.block_size % k:
+            below, above = self.block_size // k * k, -(-self.block_size // k) * k
+            hint = f"{below} or {above}" if below else str(above)
+            raise ValueError(f"slot_size={k} does not divide block_size={self.block_size}; try block_size {hint}")
+        return min(self.block_size, rounded), new

@@ -77,6 +77,11 @@ def per_row(function: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
+def put_rows(tree: Any) -> Any:
+    """Host arrays with a leading [B] as device arrays, their rows split over the current mesh."""
+    return place(tree, jax.tree.map(lambda _: PartitionSpec(ROWS), tree)) if has_mesh() else jax.device_put(tree)
+
+
 def place(tree: Any, specs: Any) -> Any:
     """``tree`` put on the current mesh by ``specs``, a tree of PartitionSpec."""
     mesh = jax.sharding.get_mesh()

@@ -67,9 +67,7 @@ def our_logits(model: Model) -> np.ndarray:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("changed", SMALL.values(), ids=SMALL)
-def test_a_checkpoint_of_transformers_gives_its_logits(
-    tmp_path: Path, changed: dict[str, Any], tied: bool
-) -> None:
+def test_a_checkpoint_of_transformers_gives_its_logits(tmp_path: Path, changed: dict[str, Any], tied: bool) -> None:
     expected = torch_logits(make_torch(tmp_path / "in", tie_word_embeddings=tied, **changed))
     assert np.ptp(expected) > 1  # logits near zero would agree whatever we compute
     np.testing.assert_allclose(our_logits(load(tmp_path / "in")), expected, atol=1e-4)

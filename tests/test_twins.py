@@ -386,9 +386,7 @@ def test_threshold_never_writes_the_mask_or_padded_rows(token_threshold: float) 
 def test_next_token_decoding_equals_official_greedy_generation(name: str) -> None:
     data = load(name)
     for index, expected in enumerate(arrays(name, "baselines")["ar_tokens"]):
-        out = autoregressive.decode(
-            data.model, data.prompts[index].prompt_ids, max_new_tokens=128, first="token"
-        )
+        out = autoregressive.decode(data.model, data.prompts[index].prompt_ids, max_new_tokens=128, first="token")
         assert out.token_ids == expected[expected >= 0].tolist() or out.margin < NEAR_TIE
         assert out.finish_reason == "stop"
 

@@ -138,9 +138,7 @@ def files(directory: Path) -> dict[str, bytes]:
 def logits(model: Model, tokens: list[int]) -> np.ndarray:
     ids, positions = jnp.array([tokens]), jnp.arange(len(tokens))[None]
     run = jax.jit(
-        lambda params: Transformer(model.config).apply(
-            {"params": params}, ids, positions, causal(len(tokens))
-        )
+        lambda params: Transformer(model.config).apply({"params": params}, ids, positions, causal(len(tokens)))
     )
     return np.asarray(run(model.params).logits[0])
 
@@ -164,9 +162,7 @@ def change(model: Model, name: str, leaf: jax.Array) -> Model:
 def test_golden_models_give_the_official_logits(model: str) -> None:
     loaded = load(GOLDEN / f"model{model}")
     golden = np.load(GOLDEN / f"golden{model}" / "logits.npz")
-    np.testing.assert_allclose(
-        logits(loaded, golden["plain0_ids"].tolist()), golden["plain0_logits"], atol=1e-4
-    )
+    np.testing.assert_allclose(logits(loaded, golden["plain0_ids"].tolist()), golden["plain0_logits"], atol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -309,9 +305,7 @@ def test_what_the_model_does_not_compute_is_refused_by_name(
     assert "\n" not in str(error.value)
 
 
-def test_harmless_fields_are_accepted_without_a_word(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_harmless_fields_are_accepted_without_a_word(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     plain = load(write(tmp_path / "plain"))
     harmless = load(write(
         tmp_path / "in", sliding_window=4096, use_sliding_window=False, layer_types=["full_attention"] * L,
@@ -327,9 +321,7 @@ def test_an_unknown_field_is_warned_about(tmp_path: Path) -> None:
 
 
 def test_head_dim_defaults_to_128_as_in_transformers(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"q_proj.weight has shape \[24, 16\], but config.json asks for \[512, 16\]"
-    ):
+    with pytest.raises(ValueError, match=r"q_proj.weight has shape \[24, 16\], but config.json asks for \[512, 16\]"):
         load(write(tmp_path / "in", drop=("head_dim",)))
 
 
@@ -462,9 +454,7 @@ def without(*names: str) -> Tensors:
          "model.norm.weight is stored as I8; only F32, BF16, F16 are supported"),
     ],
 )  # fmt: skip
-def test_a_faulty_tensor_is_named_with_what_was_expected(
-    tmp_path: Path, tensors: Tensors, message: str
-) -> None:
+def test_a_faulty_tensor_is_named_with_what_was_expected(tmp_path: Path, tensors: Tensors, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(write(tmp_path / "in", tensors))
 
@@ -475,9 +465,7 @@ def test_a_stored_head_of_a_tied_model_must_equal_the_embedding(tmp_path: Path) 
     model = load(write(tmp_path / "equal", stored, tie_word_embeddings=True))
     export_hf(model, tmp_path / "out")
     assert read_bytes(tmp_path / "out") == read_bytes(tmp_path / "equal")
-    with pytest.raises(
-        ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight.*tie_word_embeddings"
-    ):
+    with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight.*tie_word_embeddings"):
         load(write(tmp_path / "other", make_tensors(), tie_word_embeddings=True))
 
 
@@ -498,9 +486,7 @@ def test_a_truncated_file_names_the_first_lost_tensor_and_the_sizes(tmp_path: Pa
 def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path, content: bytes) -> None:
     directory = write(tmp_path / "in")
     (directory / "model.safetensors").write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"model.safetensors is truncated or corrupt: .*; copy or download it again"
-    ):
+    with pytest.raises(ValueError, match=r"model.safetensors is truncated or corrupt: .*; copy or download it again"):
         load(directory)
 
 
@@ -512,9 +498,7 @@ def test_faults_of_a_sharded_index(tmp_path: Path) -> None:
 
     directory, _, _ = broken("shard gone")
     (directory / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(
-        ValueError, match=r"names the shard model-00002-of-00003.safetensors, which is missing"
-    ):
+    with pytest.raises(ValueError, match=r"names the shard model-00002-of-00003.safetensors, which is missing"):
         load(directory)
 
     directory, index, path = broken("tensor elsewhere")
@@ -595,13 +579,9 @@ def test_a_golden_checkpoint_comes_back_byte_for_byte_as_a_whole(tmp_path: Path,
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_bfloat16_checkpoint_comes_back_byte_for_byte(
-    tmp_path: Path, dtype: Any, shards: int, tied: bool
-) -> None:
+def test_a_bfloat16_checkpoint_comes_back_byte_for_byte(tmp_path: Path, dtype: Any, shards: int, tied: bool) -> None:
     tensors = make_tensors(tied=tied, dtype=jnp.bfloat16)
-    directory = write(
-        tmp_path / "in", tensors, shards=shards, tie_word_embeddings=tied, torch_dtype="bfloat16"
-    )
+    directory = write(tmp_path / "in", tensors, shards=shards, tie_word_embeddings=tied, torch_dtype="bfloat16")
     export_hf(load(directory, dtype=dtype), tmp_path / "out")
     assert read_bytes(tmp_path / "out") == read_bytes(directory)
     assert (tmp_path / "out" / "config.json").read_bytes() == (directory / "config.json").read_bytes()
@@ -620,9 +600,7 @@ def test_mixed_dtypes_come_back_byte_for_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keys", [("torch_dtype",), ("dtype",), ("dtype", "torch_dtype"), ()])
-def test_a_checkpoint_narrower_in_memory_is_written_so_and_says_so(
-    tmp_path: Path, keys: tuple[str, ...]
-) -> None:
+def test_a_checkpoint_narrower_in_memory_is_written_so_and_says_so(tmp_path: Path, keys: tuple[str, ...]) -> None:
     directory = write(tmp_path / "in", drop=("torch_dtype",), **dict.fromkeys(keys, "float32"))
     export_hf(load(directory, dtype="bfloat16"), tmp_path / "out")
     expected = {name: tensor.astype(jnp.bfloat16) for name, tensor in make_tensors().items()}
@@ -665,9 +643,7 @@ def test_weights_beyond_the_shard_size_are_spread_over_files(tmp_path: Path) -> 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_made_from_scratch_is_written_and_read(tmp_path: Path, dtype: Any, tied: bool) -> None:
-    config = ModelConfig(
-        256, D, F, L, N, K, H, 1e4, 1e-5, tied, 64, (2, 3), 4, (2, 4), num_tokens=224, dtype=dtype
-    )
+    config = ModelConfig(256, D, F, L, N, K, H, 1e4, 1e-5, tied, 64, (2, 3), 4, (2, 4), num_tokens=224, dtype=dtype)
     model = from_scratch(config, load(GOLDEN / "modelA").tokenizer)
     export_hf(model, tmp_path / "out")
     again = load(tmp_path / "out", dtype=dtype)
@@ -678,14 +654,10 @@ def test_a_model_made_from_scratch_is_written_and_read(tmp_path: Path, dtype: An
 
 
 def test_a_changed_config_is_written_into_the_original_files(tmp_path: Path) -> None:
-    directory = write(
-        tmp_path / "in", drop=("mask_token_id", "rope_theta"), rope_parameters={"rope_theta": 1e4}
-    )
+    directory = write(tmp_path / "in", drop=("mask_token_id", "rope_theta"), rope_parameters={"rope_theta": 1e4})
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2], "top_p": 0.9}))
     model = load(directory)
-    config = dataclasses.replace(
-        model.config, mask_token_id=7, slot_sizes=(2, 4), eos_token_ids=(5,), rope_theta=2e4
-    )
+    config = dataclasses.replace(model.config, mask_token_id=7, slot_sizes=(2, 4), eos_token_ids=(5,), rope_theta=2e4)
     export_hf(dataclasses.replace(model, config=config), tmp_path / "out")
     assert load(tmp_path / "out").config == config
     written = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -769,13 +741,9 @@ def test_new_params_must_be_like_the_old_ones(tmp_path: Path) -> None:
         model.replace(params=unflatten({name: leaf for name, leaf in leaves.items() if name != "final_norm"}))
     with pytest.raises(ValueError, match="the new params have layers/bias, which"):
         model.replace(params=unflatten(leaves | {"layers/bias": leaves["final_norm"]}))
-    with pytest.raises(
-        ValueError, match=r"final_norm .* is float32\[17\], but this model's is float32\[16\]"
-    ):
+    with pytest.raises(ValueError, match=r"final_norm .* is float32\[17\], but this model's is float32\[16\]"):
         change(model, "final_norm", jnp.zeros(17))
-    with pytest.raises(
-        ValueError, match=r"final_norm .* is bfloat16\[16\], but this model's is float32\[16\]"
-    ):
+    with pytest.raises(ValueError, match=r"final_norm .* is bfloat16\[16\], but this model's is float32\[16\]"):
         change(model, "final_norm", jnp.zeros(16, jnp.bfloat16))
 
 

@@ -35,12 +35,6 @@ class Autoregressive:
 
     candidates: ClassVar[int] = 1
     restricted: ClassVar[bool] = True
-    mask_entries: ClassVar[int] = 1
-
-    @property
-    def cached_prompt(self) -> int:
-        """How many tokens at the end of the prompt are left to the first window."""
-        return 1 if self.mask is None else 0
 
     @property
     def entries(self) -> int:
@@ -49,6 +43,7 @@ class Autoregressive:
 
     def init(self, tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array) -> AutoregressiveRow:
         """A row before its first token: ``tokens`` [S] holds the prompt, ``budget`` tokens may follow."""
+        # Without masks the first token is read from the last of the prompt, which is fed (and cached) once more.
         pending = prompt_length - 1 if self.mask is None else jnp.full_like(prompt_length, -1)
         return AutoregressiveRow(**new_row(tokens, prompt_length, budget), pending=pending)
 

@@ -72,10 +72,14 @@ def capacity(longest: int) -> int:
     return -(-longest // step) * step
 
 
+def most_steps(budget: int) -> int:
+    """More forward passes than any method needs for ``budget`` tokens (the worst slot of k costs 2 + 2(k - 1))."""
+    return 4 * budget + 8
+
+
 def prefill_width(longest: int) -> int:
     """The window width with which prompts of up to ``longest`` tokens are cached."""
     return min(PREFILL_WIDTH, -(-longest // 32) * 32)
-
 
 
 def prefill(
@@ -96,8 +100,13 @@ def prefill(
         sees = jnp.broadcast_to(causal(width), (B, width, width))
         sees_cache = jnp.broadcast_to(jnp.arange(S) < i * width, (B, width, S))
         out = Transformer(config).apply(
-            {"params": params}, chunk, positions, reshard(sees, ROWS, None, None), cache,
-            reshard(sees_cache, ROWS, None, None), head=False,
+            {"params": params},
+            chunk,
+            positions,
+            reshard(sees, ROWS, None, None),
+            cache,
+            reshard(sees_cache, ROWS, None, None),
+            head=False,
         )
         return kv.commit(cache, out.keys, out.values, positions, positions < lengths[:, None])
 
@@ -140,9 +149,7 @@ def forward(
             return front, went, windows.sees_window(front), windows.sees_cache(front)
 
         front, went, sees, sees_cache = per_row(pack)(None, window)
-        out = Transformer(config).apply(
-            {"params": params}, front.tokens, front.positions, sees, cache, sees_cache
-        )
+        out = Transformer(config).apply({"params": params}, front.tokens, front.positions, sees, cache, sees_cache)
         scores = score(reshard(out.logits, ROWS, None, None), allowed, method.candidates, front.asked)
 
         def unpack(_: None, scores: Scores, went: jax.Array) -> Scores:
@@ -150,7 +157,10 @@ def forward(
 
         widen = [(0, 0)] * 3 + [(0, T - width), (0, 0)]
         return (
-            per_row(unpack)(None, scores, went), went, jnp.pad(out.keys, widen), jnp.pad(out.values, widen),
+            per_row(unpack)(None, scores, went),
+            went,
+            jnp.pad(out.keys, widen),
+            jnp.pad(out.values, widen),
             jnp.int32(width),
         )
 
@@ -160,7 +170,7 @@ def forward(
     return jax.lax.switch(index, branches, params, window, cache)
 
 
-def advance(params: Params, config: ModelConfig, method: Method, state: State) -> tuple[State, Report, Window, Scores]:
+def advance(params: Params, config: ModelConfig, method: Method, state: State) -> tuple[State, Report]:
     """One step: every row that is not done takes part in one forward pass."""
     window = per_row(lambda m, row: m.window(row))(method, state.rows)
     scores, went, keys, values, width = forward(params, config, method, window, state.cache)
@@ -168,20 +178,20 @@ def advance(params: Params, config: ModelConfig, method: Method, state: State) -
     def update(shared: Any, row: Any, window: Window, scores: Scores, went: jax.Array) -> Any:
         method, width, step = shared
         new, stored, report = method.update(row, window, scores)
-        new = new.replace(
-            positions=row.positions + jnp.sum(window.live), padded_positions=row.padded_positions + width
-        )
+        new = new.replace(positions=row.positions + jnp.sum(window.live), padded_positions=row.padded_positions + width)
         new = new.replace(finished_at=jnp.where(new.done, step + 1, -1))
         T = window.live.shape[0]
-        where = jnp.full(T, row.tokens.shape[0]).at[went].set(
-            jnp.where(stored, window.positions, row.tokens.shape[0]), mode="drop", unique_indices=True
+        where = (
+            jnp.full(T, row.tokens.shape[0])
+            .at[went]
+            .set(jnp.where(stored, window.positions, row.tokens.shape[0]), mode="drop", unique_indices=True)
         )
         frozen = jax.tree.map(lambda old, new: jnp.where(row.done, old, new), row, new)
         return frozen, where, where < row.tokens.shape[0], report
 
     rows, positions, stored, report = per_row(update)((method, width, state.step), state.rows, window, scores, went)
     cache = kv.commit(state.cache, keys, values, positions, stored)
-    return State(rows, cache, state.step + 1), report, window, scores
+    return State(rows, cache, state.step + 1), report
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
@@ -192,3 +202,10 @@ def run(params: Params, method: Method, state: State, limit: jax.Array, *, confi
         return (state.step < limit) & ~jnp.all(state.rows.done)
 
     return jax.lax.while_loop(unfinished, lambda state: advance(params, config, method, state)[0], state)
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
+def run_once(params: Params, method: Method, state: State, *, config: ModelConfig) -> tuple[State, Report]:
+    """One step, and what it did to every row: the loop of ``run`` as a trace sees it. ``state`` is donated."""
+    state, report = advance(params, config, method, state)
+    return state, report

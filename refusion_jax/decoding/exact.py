@@ -33,7 +33,17 @@ import jax.numpy as jnp
 
 from refusion_jax.decoding.plan import PLANNERS, by_position, by_slot, choose
 from refusion_jax.decoding.row import (
-    PLAN, VERIFY, Report, Row, first_true, is_eos, last_true, new_row, shift, view, write,
+    PLAN,
+    VERIFY,
+    Report,
+    Row,
+    first_true,
+    is_eos,
+    last_true,
+    new_row,
+    shift,
+    view,
+    write,
 )
 from refusion_jax.decoding.sampling import Scores
 from refusion_jax.decoding.window import HIDDEN, SHARED, WHOLE_TRUNK, Window, assemble, on_branches, on_trunk
@@ -131,13 +141,21 @@ class Exact:
         next_to_pending = has_pending & jnp.any(first & (offset > 0) & (block == row.pending + 1))
         position = jnp.full(A, row.pending + 1)
         alternatives = on_branches(
-            view(row.alternatives, position[:1])[0], position, jnp.broadcast_to(next_to_pending, A), 1, J + jnp.arange(A)
+            view(row.alternatives, position[:1])[0],
+            position,
+            jnp.broadcast_to(next_to_pending, A),
+            1,
+            J + jnp.arange(A),
         )
 
         base, plannable = self.next_plan(row)
         all_right = jnp.all(live == todo) & (jnp.sum(logprob) > jnp.log(PLAN_AHEAD))
         masks = on_branches(
-            jnp.full(b, self.mask), base + jnp.arange(b), plannable & (~verifying | all_right), WHOLE_TRUNK, J + A + slot
+            jnp.full(b, self.mask),
+            base + jnp.arange(b),
+            plannable & (~verifying | all_right),
+            WHOLE_TRUNK,
+            J + A + slot,
         )
         cached = row.committed & (jnp.arange(row.tokens.shape[0]) != row.pending)
         return assemble([pending, drafts, probes, alternatives, masks], jnp.where(cached, SHARED, HIDDEN))
@@ -172,7 +190,9 @@ class Exact:
         # For free: the target at the first wrong place; behind a right alternative or the last draft, one more.
         wrong = first_true(live.drafts & ~right) & ~ended
         found = live.alternatives & jnp.any(wrong & first) & (fed.alternatives == jnp.sum(jnp.where(wrong, target, 0)))
-        tip = jnp.where(jnp.any(wrong), wrong & jnp.any(found) & ~is_eos(target, self.eos), last_true(accepted) & ~ended)
+        tip = jnp.where(
+            jnp.any(wrong), wrong & jnp.any(found) & ~is_eos(target, self.eos), last_true(accepted) & ~ended
+        )
         free = shift(tip) & (offset > 0) & view(row.unwritten & row.chosen, block, False)
         after_tip = jnp.where(
             jnp.any(wrong), jnp.sum(jnp.where(found, after.alternatives, 0)), jnp.sum(jnp.where(tip, after.drafts, 0))
@@ -180,9 +200,9 @@ class Exact:
         tokens = jnp.where(accepted, fed.drafts, jnp.where(wrong, target, after_tip))
         row = write(row, block, tokens, accepted | wrong | free, self.eos)
         uncached = free | (wrong & ~jnp.any(found))
-        stored = jnp.concatenate([
-            live.pending[None], accepted, jnp.zeros_like(live.probes), found, jnp.zeros_like(live.plan)
-        ])
+        stored = jnp.concatenate(
+            [live.pending[None], accepted, jnp.zeros_like(live.probes), found, jnp.zeros_like(live.plan)]
+        )
         row = row.replace(
             pending=jnp.where(jnp.any(uncached), jnp.sum(jnp.where(last_true(uncached), block, 0)), -1),
             planned=jnp.asarray(False),
@@ -201,7 +221,12 @@ class Exact:
             return array.at[place].set(values, mode="drop", unique_indices=True)
 
         report = Report(
-            base=base, planned=holds & live.plan, certainty=certainty, chosen=draft, drafts=live.drafts, accepted=accepted
+            base=base,
+            planned=holds & live.plan,
+            certainty=certainty,
+            chosen=draft,
+            drafts=live.drafts,
+            accepted=accepted,
         )
         planned = row.replace(
             tokens=put(row.tokens, after.plan),

@@ -45,9 +45,16 @@ def new_row(tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array) -> d
     zero = jnp.zeros((), jnp.int32)
     is_prompt = jnp.arange(tokens.shape[0]) < prompt_length
     return dict(
-        tokens=tokens, committed=is_prompt, order=jnp.full(tokens.shape, -1, jnp.int32), prompt_length=prompt_length,
-        start=prompt_length, end=prompt_length + budget, forwards=jnp.zeros(3, jnp.int32), positions=zero,
-        padded_positions=zero, finished_at=zero - 1,
+        tokens=tokens,
+        committed=is_prompt,
+        order=jnp.full(tokens.shape, -1, jnp.int32),
+        prompt_length=prompt_length,
+        start=prompt_length,
+        end=prompt_length + budget,
+        forwards=jnp.zeros(3, jnp.int32),
+        positions=zero,
+        padded_positions=zero,
+        finished_at=zero - 1,
     )
 
 
@@ -64,7 +71,9 @@ def write(row: Row, positions: jax.Array, tokens: jax.Array, chosen: jax.Array, 
         return array.at[index].set(values, mode="drop", unique_indices=True)
 
     return row.replace(
-        tokens=put(row.tokens, tokens), committed=put(row.committed, True), order=put(row.order, order),
+        tokens=put(row.tokens, tokens),
+        committed=put(row.committed, True),
+        order=put(row.order, order),
         end=jnp.minimum(row.end, end),
     )
 

@@ -102,8 +102,13 @@ class Threshold:
         """A row whose prompt is cached: ``tokens`` [S] holds the prompt, ``budget`` tokens may follow."""
         nowhere = jnp.zeros(tokens.shape, bool)
         return ThresholdRow(
-            **new_row(tokens, prompt_length, budget), phase=jnp.asarray(PLAN, jnp.int32), planned=nowhere,
-            chosen=nowhere, passed=nowhere, offset=jnp.zeros((), jnp.int32), eos_row=jnp.asarray(-1, jnp.int32),
+            **new_row(tokens, prompt_length, budget),
+            phase=jnp.asarray(PLAN, jnp.int32),
+            planned=nowhere,
+            chosen=nowhere,
+            passed=nowhere,
+            offset=jnp.zeros((), jnp.int32),
+            eos_row=jnp.asarray(-1, jnp.int32),
         )
 
     def window(self, row: ThresholdRow) -> Window:
@@ -145,8 +150,11 @@ class Threshold:
         checking = (row.phase == VERIFY) | (row.phase == CHECK)
         block = row.start + jnp.arange(b)
         report = Report(
-            base=row.start, planned=window.live & (row.phase == PLAN), certainty=certainty,
-            chosen=view(new.chosen, block, False) & (row.phase == PLAN), drafts=window.live & checking,
+            base=row.start,
+            planned=window.live & (row.phase == PLAN),
+            certainty=certainty,
+            chosen=view(new.chosen, block, False) & (row.phase == PLAN),
+            drafts=window.live & checking,
             accepted=view(new.passed | new.committed, block, False) & window.live & checking,
         )
         return new, stored, report
@@ -163,9 +171,7 @@ class Threshold:
         row = self.put(row.replace(planned=jnp.zeros_like(row.planned)), "planned", True, window.live)
         return row.replace(phase=jnp.asarray(VERIFY, jnp.int32)), jnp.zeros(b, bool)
 
-    def after_verify(
-        self, row: ThresholdRow, window: Window, probability: jax.Array
-    ) -> tuple[ThresholdRow, jax.Array]:
+    def after_verify(self, row: ThresholdRow, window: Window, probability: jax.Array) -> tuple[ThresholdRow, jax.Array]:
         """Commit the leading passes up to an EOS, or the leading whole slots, or begin to infill."""
         b, k, live = self.block_size, self.slot_size, window.live
         passes = live & ((jnp.arange(b) % k == 0) | (probability > self.token_threshold))
@@ -190,9 +196,7 @@ class Threshold:
         row = self.put(row, "tokens", tokens, window.live)
         return row.replace(phase=jnp.asarray(CHECK, jnp.int32)), jnp.zeros_like(window.live)
 
-    def after_check(
-        self, row: ThresholdRow, window: Window, probability: jax.Array
-    ) -> tuple[ThresholdRow, jax.Array]:
+    def after_check(self, row: ThresholdRow, window: Window, probability: jax.Array) -> tuple[ThresholdRow, jax.Array]:
         """Accept the leading passes of every slot; when all slots are whole, commit them up to the first EOS."""
         b, k = self.block_size, self.slot_size
         slot, place = jnp.arange(b) // k, jnp.arange(b) % k

@@ -81,8 +81,11 @@ def compact(window: Window, width: int) -> tuple[Window, jax.Array]:
     scope = window.scope
     front = jax.tree.map(lambda field: field[source], window.replace(scope=None))
     return front.replace(
-        live=live, scope=scope, place=jnp.where(live, front.place, OFF_TRUNK),
-        sees=jnp.where(live, front.sees, 0), branch=jnp.where(live, front.branch, HIDDEN),
+        live=live,
+        scope=scope,
+        place=jnp.where(live, front.place, OFF_TRUNK),
+        sees=jnp.where(live, front.sees, 0),
+        branch=jnp.where(live, front.branch, HIDDEN),
     ), went
 
 

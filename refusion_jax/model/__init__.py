@@ -43,8 +43,10 @@ class Model:
         for name, old in ours.items():
             new = theirs[name]
             if (old.shape, old.dtype) != (new.shape, new.dtype):
-                raise ValueError(f"parameter {name} of the new params is {new.dtype}{list(new.shape)}, "
-                                 f"but this model's is {old.dtype}{list(old.shape)}")
+                raise ValueError(
+                    f"parameter {name} of the new params is {new.dtype}{list(new.shape)}, "
+                    f"but this model's is {old.dtype}{list(old.shape)}"
+                )
         return dataclasses.replace(self, params=params)
 
 

@@ -199,8 +199,10 @@ def _open(directory: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(f"there are both {WEIGHTS} and {INDEX}; remove the one that is out of date")
     if not single.is_file() and not index.is_file():
         if list(directory.glob("*.bin")):
-            raise ValueError(f"there is no {WEIGHTS}, only *.bin files, which are pickles and could run code "
-                             "when read; save the checkpoint again with transformers, as safetensors")
+            raise ValueError(
+                f"there is no {WEIGHTS}, only *.bin files, which are pickles and could run code "
+                "when read; save the checkpoint again with transformers, as safetensors"
+            )
         raise ValueError(f"there is neither {WEIGHTS} nor {INDEX}")
     where = _read_index(index) if index.is_file() else None
 
@@ -215,8 +217,14 @@ def _open(directory: Path) -> Iterator[dict[str, Any]]:
             found = set(opened.keys())
             if where is not None and (wrong := found ^ {name for name in where if where[name] == file}):
                 name = min(wrong)
-                raise ValueError(f"tensor {name} is " + (f"in the shard {file} but {INDEX} does not say so"
-                                 if name in found else f"not in the shard {file}, where {INDEX} says it is"))
+                raise ValueError(
+                    f"tensor {name} is "
+                    + (
+                        f"in the shard {file} but {INDEX} does not say so"
+                        if name in found
+                        else f"not in the shard {file}, where {INDEX} says it is"
+                    )
+                )
             tensors |= dict.fromkeys(found, opened)
         yield tensors
 
@@ -232,8 +240,9 @@ def _open_file(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
-        raise ValueError(f"{path.name} is truncated or corrupt: {_lost_tensor(path) or error}; "
-                         "copy or download it again") from error
+        raise ValueError(
+            f"{path.name} is truncated or corrupt: {_lost_tensor(path) or error}; copy or download it again"
+        ) from error
 
 
 def _lost_tensor(path: Path) -> str | None:
@@ -262,14 +271,15 @@ def _check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
         if found.get_shape() != expected:
             raise ValueError(f"tensor {name} has shape {found.get_shape()}, but {CONFIG} asks for {expected}")
         if found.get_dtype() not in DTYPES:
-            raise ValueError(f"tensor {name} is stored as {found.get_dtype()}; "
-                             f"only {', '.join(DTYPES)} are supported")
+            raise ValueError(f"tensor {name} is stored as {found.get_dtype()}; only {', '.join(DTYPES)} are supported")
     extra = sorted(tensors.keys() - lines.keys())
     if config.tie_word_embeddings and HEAD in extra:  # some writers store the head although it is tied
         head, embedding = (tensors[name].get_tensor(name) for name in (HEAD, EMBEDDING))
         if head.dtype != embedding.dtype or not np.array_equal(head.view(np.uint8), embedding.view(np.uint8)):
-            raise ValueError(f"tensor {HEAD} differs from {EMBEDDING}, but {CONFIG} says that they are one "
-                             "(tie_word_embeddings); set it to false if the head is meant to be used")
+            raise ValueError(
+                f"tensor {HEAD} differs from {EMBEDDING}, but {CONFIG} says that they are one "
+                "(tie_word_embeddings); set it to false if the head is meant to be used"
+            )
         extra.remove(HEAD)
     if extra:
         raise ValueError(f"tensor {_and_more(extra)} has no place in the model that {CONFIG} describes")
@@ -283,8 +293,10 @@ def _check_mesh(config: ModelConfig) -> None:
         for size, axis in zip(shape, PARAMETER_AXES[line.parameter], strict=True):
             parts = 1 if mesh.empty or axis is None else mesh.shape[axis]
             if size % parts:
-                raise ValueError(f"the mesh axis {axis}={parts} does not divide the dimension {size} of "
-                                 f"parameter {line.parameter}{list(shape)}; choose a size that does")
+                raise ValueError(
+                    f"the mesh axis {axis}={parts} does not divide the dimension {size} of "
+                    f"parameter {line.parameter}{list(shape)}; choose a size that does"
+                )
 
 
 def _read_params(tensors: Mapping[str, Any], config: ModelConfig) -> Params:
@@ -316,8 +328,10 @@ def _export_dtypes(model: Model, leaves: Mapping[str, NDArray]) -> dict[str, str
         raise ValueError(f"the params {verb} {wrong[0]}, unlike the model's config")
     for name, leaf in leaves.items():
         if leaf.shape != shapes[name] or leaf.dtype != config.dtype:
-            raise ValueError(f"parameter {name} is {leaf.dtype}{list(leaf.shape)}, but the config asks for "
-                             f"{config.dtype}{list(shapes[name])}")
+            raise ValueError(
+                f"parameter {name} is {leaf.dtype}{list(leaf.shape)}, but the config asks for "
+                f"{config.dtype}{list(shapes[name])}"
+            )
 
     stored = {} if model.origin is None else dict(model.origin.dtypes)
     arrays = _views(leaves, config, tied_head=HEAD in stored)
@@ -339,9 +353,7 @@ def _holds(dtype: str, array: NDArray) -> bool:
         return np.array_equal(array.astype(dtype).astype(np.float32), array, equal_nan=True)
 
 
-def _views(
-    leaves: Mapping[str, NDArray], config: ModelConfig, tied_head: bool
-) -> dict[str, tuple[NDArray, Tensor]]:
+def _views(leaves: Mapping[str, NDArray], config: ModelConfig, tied_head: bool) -> dict[str, tuple[NDArray, Tensor]]:
     """Tensor name -> its part of our parameters and its line of the table."""
     views: dict[str, tuple[NDArray, Tensor]] = {}
     for line in _table(config):
@@ -417,7 +429,7 @@ def _shape(dimensions: str, config: ModelConfig) -> tuple[int, ...]:
 def _transpose(source: NDArray, destination: NDArray) -> None:
     """Write the transpose of one matrix into another."""
     for start in range(0, len(source), 64):  # strips that fit the CPU's cache make it four times as fast
-        destination[:, start:start + 64] = source[start:start + 64].T
+        destination[:, start : start + 64] = source[start : start + 64].T
 
 
 def _and_more(names: list[str]) -> str:

@@ -138,8 +138,10 @@ def write_config(
     for field in dataclasses.fields(ModelConfig):
         ours, theirs = getattr(config, field.name), getattr(read_back, field.name)
         if ours != theirs:
-            raise ValueError(f"config.{field.name}={ours!r} cannot be written: with this model's tokenizer "
-                             f"it would be read as {theirs!r}")
+            raise ValueError(
+                f"config.{field.name}={ours!r} cannot be written: with this model's tokenizer "
+                f"it would be read as {theirs!r}"
+            )
     return files
 
 
@@ -183,12 +185,11 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
         group = raw.get(key)
         group = {} if group is None else group
         if not isinstance(group, dict) or any(
-                plain.get(name) != value
-                for name, value in group.items()
-                if name != "rope_theta" and value is not None
-            ):
-            raise ValueError(f"{CONFIG}: {key}={group!r} is not supported, only rope_type 'default', without "
-                             "scaling, is")
+            plain.get(name) != value for name, value in group.items() if name != "rope_theta" and value is not None
+        ):
+            raise ValueError(
+                f"{CONFIG}: {key}={group!r} is not supported, only rope_type 'default', without scaling, is"
+            )
         if "rope_theta" in group:
             found[f"{key}.rope_theta"] = group["rope_theta"]
     if not found:

@@ -42,8 +42,10 @@ class Tokenizer:
             return None
         files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
         if "tokenizer.json" not in files and "vocab.json" not in files:
-            raise ValueError(f"there is {next(iter(files))} but no tokenizer.json, which holds the "
-                             "vocabulary; copy it from where the checkpoint was made")
+            raise ValueError(
+                f"there is {next(iter(files))} but no tokenizer.json, which holds the "
+                "vocabulary; copy it from where the checkpoint was made"
+            )
         transformers = _transformers()
         reader = transformers.PreTrainedTokenizerFast
         if "tokenizer.json" not in files:  # slower by a second: it imports torch where that is installed
@@ -80,8 +82,10 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"the text has a lone surrogate at character {error.start}, "
-                             "which is not valid Unicode; repair its encoding") from error
+            raise ValueError(
+                f"the text has a lone surrogate at character {error.start}, "
+                "which is not valid Unicode; repair its encoding"
+            ) from error
         return self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -95,11 +99,12 @@ class Tokenizer:
         """
         _check_messages(messages)
         if self._tokenizer.chat_template is None:
-            raise ValueError("the checkpoint has no chat template (chat_template.jinja, or chat_template in "
-                             "tokenizer_config.json); add one, or give the prompt as plain text or token ids")
+            raise ValueError(
+                "the checkpoint has no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json); add one, or give the prompt as plain text or token ids"
+            )
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False)
+            text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except Exception as error:  # whatever the template runs into
             raise ValueError(f"the checkpoint's chat template refuses the messages: {error}") from error
         return self.encode(text)
@@ -132,8 +137,9 @@ def _check_messages(messages: object) -> None:
             if key not in message:
                 raise ValueError(f"message {number} of the conversation has no {key!r}; {form}")
             if not isinstance(message[key], str):
-                raise ValueError(f"message {number} of the conversation has {key}={message[key]!r}, "
-                                 f"which is not a string; {form}")
+                raise ValueError(
+                    f"message {number} of the conversation has {key}={message[key]!r}, which is not a string; {form}"
+                )
 
 
 def _transformers() -> ModuleType:

@@ -207,10 +207,14 @@ class Transformer(nn.Module):
             equation, weights = "btd,vd->btv", embedding
         else:
             equation = "btd,dv->btv"
-            weights = self.param("head", nn.initializers.normal(c.hidden_size**-0.5), (c.hidden_size, c.vocab_size), dtype)
+            weights = self.param(
+                "head", nn.initializers.normal(c.hidden_size**-0.5), (c.hidden_size, c.vocab_size), dtype
+            )
         if not head:
             return Output(hidden, keys, values)
-        logits = einsum(equation, hidden, weights.astype(dtype), (ROWS, None, TENSOR), preferred_element_type=jnp.float32)
+        logits = einsum(
+            equation, hidden, weights.astype(dtype), (ROWS, None, TENSOR), preferred_element_type=jnp.float32
+        )
         return Output(logits, keys, values)
 
 

@@ -113,9 +113,7 @@ def _certainties(context: Context, open_slots: list[Slot], prompt_length: int) -
     return np.exp(log_probabilities(context.model, logits[firsts])).max(-1)
 
 
-def _choose_slots(
-    open_slots: list[Slot], certainties: NDArray, slot_threshold: float
-) -> tuple[list[Slot], float]:
+def _choose_slots(open_slots: list[Slot], certainties: NDArray, slot_threshold: float) -> tuple[list[Slot], float]:
     """The slots to write now, and the margin of that decision: the most certain is written in any case."""
     threshold = np.float32(slot_threshold)
     best = int(certainties.argmax())

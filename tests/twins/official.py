@@ -75,9 +75,7 @@ def decode_official(
     rounded = -(-gen_length // slot_size) * slot_size
     block_size = rounded // serial_num_blocks
     if block_size == 0:
-        raise ValueError(
-            f"{serial_num_blocks=} exceeds the {rounded} tokens to generate: blocks would be empty"
-        )
+        raise ValueError(f"{serial_num_blocks=} exceeds the {rounded} tokens to generate: blocks would be empty")
     if block_size % slot_size:
         raise ValueError(
             f"{slot_size=} does not divide the serial block of {block_size} tokens ({rounded} tokens in "
@@ -211,9 +209,7 @@ class _Run:
             self.note("plan_logit", _gaps(at_masks))
         return drafts, chosen
 
-    def verify_globally(
-        self, slots: list[Slot], drafts: list[list[int]]
-    ) -> tuple[list[bool], NDArray, NDArray]:
+    def verify_globally(self, slots: list[Slot], drafts: list[list[int]]) -> tuple[list[bool], NDArray, NDArray]:
         """Which drafted tokens pass, and the keys and values of all, when the slots stand in one row."""
         tokens = [token for draft in drafts for token in draft]
         offsets = [offset for slot in slots for offset in slot]
