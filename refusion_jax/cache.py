@@ -17,8 +17,7 @@ from refusion_jax.sharding import ROWS, TENSOR, per_shard, spec
 CACHE_AXES = (None, ROWS, TENSOR, None, None)
 
 
-@flax.struct.dataclass
-class KVCache:
+class KVCache(flax.struct.PyTreeNode):
     """Keys (after norm and rotation) and values of the committed tokens of every row."""
 
     keys: jax.Array  # [L, B, K, S, H]

@@ -92,12 +92,12 @@ class DecodeConfig:
     (ordinary causal models)."""
 
     def __post_init__(self) -> None:
-        choices = dict(
-            method=("refusion", "ar"),
-            verify=("exact", "threshold"),
-            compat=(None, "official"),
-            ar_first=("mask", "token"),
-        )
+        choices: dict[str, tuple[str | None, ...]] = {
+            "method": ("refusion", "ar"),
+            "verify": ("exact", "threshold"),
+            "compat": (None, "official"),
+            "ar_first": ("mask", "token"),
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, allowed))}")

@@ -18,15 +18,13 @@ from refusion_jax.decoding.sampling import Scores
 from refusion_jax.decoding.window import HIDDEN, SHARED, Window, assemble, on_branches, on_trunk
 
 
-@flax.struct.dataclass
 class AutoregressiveRow(Row):
     """A row whose last token may not be cached yet."""
 
     pending: jax.Array  # int32: position of the token that is not cached; -1: none
 
 
-@flax.struct.dataclass
-class Autoregressive:
+class Autoregressive(flax.struct.PyTreeNode):
     """The left-to-right method. A block is one token; ``start`` is the next position."""
 
     slot_size: int = flax.struct.field(pytree_node=False)
@@ -34,7 +32,11 @@ class Autoregressive:
     eos: tuple[int, ...] = flax.struct.field(pytree_node=False)
 
     candidates: ClassVar[int] = 1
-    restricted: ClassVar[bool] = True
+
+    @property
+    def restricted(self) -> bool:
+        """Neither the mask nor ids beyond the tokenizer are ever written."""
+        return True
 
     @property
     def entries(self) -> int:

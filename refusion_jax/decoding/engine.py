@@ -25,11 +25,12 @@ from refusion_jax import cache as kv
 from refusion_jax.cache import KVCache
 from refusion_jax.config import ModelConfig
 from refusion_jax.decoding import window as windows
-from refusion_jax.decoding.row import Report, Row
+from refusion_jax.decoding.row import Report
 from refusion_jax.decoding.sampling import Scores, allowed_tokens, score
 from refusion_jax.decoding.window import Window
-from refusion_jax.model.transformer import Params, Transformer, causal
-from refusion_jax.sharding import ROWS, per_row, reshard
+from refusion_jax.model import transformer
+from refusion_jax.model.transformer import Params, causal
+from refusion_jax.sharding import ROWS, per_row, per_shard, reshard
 
 PREFILL_WIDTH = 256  # tokens of a prompt that are cached in one pass
 
@@ -38,10 +39,12 @@ class Method(Protocol):
     """How a row is decoded. A pytree; its static fields and class variables select the compiled program."""
 
     candidates: ClassVar[int]  # how many of the most likely tokens ``update`` reads
-    restricted: ClassVar[bool]  # whether the mask and ids beyond the tokenizer are banned
 
     @property
-    def entries(self) -> int: ...
+    def restricted(self) -> bool: ...  # whether the mask and ids beyond the tokenizer are banned
+
+    @property
+    def entries(self) -> int: ...  # T, entries of the window
 
     def init(self, tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array) -> Any: ...
 
@@ -50,8 +53,7 @@ class Method(Protocol):
     def update(self, row: Any, window: Window, scores: Scores) -> tuple[Any, jax.Array, Report]: ...
 
 
-@flax.struct.dataclass
-class State:
+class State(flax.struct.PyTreeNode):
     """The carry of the loop."""
 
     rows: Any  # a Row of the method, every field with a leading [B]
@@ -99,8 +101,9 @@ def prefill(
         positions = jnp.broadcast_to(place, (B, width))
         sees = jnp.broadcast_to(causal(width), (B, width, width))
         sees_cache = jnp.broadcast_to(jnp.arange(S) < i * width, (B, width, S))
-        out = Transformer(config).apply(
-            {"params": params},
+        out = transformer.apply(
+            config,
+            params,
             chunk,
             positions,
             reshard(sees, ROWS, None, None),
@@ -149,8 +152,9 @@ def forward(
             return front, went, windows.sees_window(front), windows.sees_cache(front)
 
         front, went, sees, sees_cache = per_row(pack)(None, window)
-        out = Transformer(config).apply({"params": params}, front.tokens, front.positions, sees, cache, sees_cache)
-        scores = score(reshard(out.logits, ROWS, None, None), allowed, method.candidates, front.asked)
+        out = transformer.apply(config, params, front.tokens, front.positions, sees, cache, sees_cache)
+        rate = per_shard(functools.partial(score, candidates=method.candidates), ((ROWS,), (), (ROWS,)), (ROWS,))
+        scores = rate(reshard(out.logits, ROWS, None, None), allowed, front.asked)
 
         def unpack(_: None, scores: Scores, went: jax.Array) -> Scores:
             return jax.tree.map(lambda x: x.at[went].get(mode="fill", fill_value=0), scores)

@@ -53,7 +53,6 @@ REACH = 0.1  # drafts are verified as far as they are all right with at least th
 PLAN_AHEAD = 0.3  # the next plan is made with the verification if all drafts are right with more than this
 
 
-@flax.struct.dataclass
 class ExactRow(Row):
     """What exact decoding knows of a row, beside its text."""
 
@@ -74,8 +73,7 @@ class Parts(NamedTuple):
     plan: jax.Array  # [b, ...]
 
 
-@flax.struct.dataclass
-class Exact:
+class Exact(flax.struct.PyTreeNode):
     """The exact method; see the module's docstring. ``window`` and ``update`` are written for one row."""
 
     slot_threshold: jax.Array  # float32
@@ -86,12 +84,16 @@ class Exact:
     planner: str = flax.struct.field(pytree_node=False, default="confidence")
 
     candidates: ClassVar[int] = ALTERNATIVES + 1
-    restricted: ClassVar[bool] = True
 
     @property
     def slots(self) -> int:
         """J, slots of a block."""
         return -(-self.block_size // self.slot_size)
+
+    @property
+    def restricted(self) -> bool:
+        """Neither the mask nor ids beyond the tokenizer are ever written."""
+        return True
 
     @property
     def entries(self) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from refusion_jax.decoding.row import Row
 from refusion_jax.decoding.threshold import Threshold
 from refusion_jax.decoding.trace import record
 from refusion_jax.model import Model
-from refusion_jax.sharding import ROWS, put_rows, row_shards
+from refusion_jax.model.tokenizer import Tokenizer
+from refusion_jax.sharding import put_rows, row_shards
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Plain text, token ids, or chat messages ({"role": ..., "content": ...})."""
@@ -103,14 +104,17 @@ def generate(
 
 
 def method_of(model: ModelConfig, config: DecodeConfig) -> engine.Method:
-    """The method that ``config`` asks for, or why ``model`` cannot be decoded by it (ValueError); warns (UserWarning)
-    of a slot size that the model was not trained with, and of positions that the official code loses."""
+    """The method that ``config`` asks for, or why ``model`` cannot be decoded by it (ValueError).
+
+    Warns (UserWarning) of a slot size that the model was not trained with, and of positions that the official code
+    loses.
+    """
     mask = model.mask_token_id
     if mask is None and not (config.method == "ar" and config.ar_first == "token"):
         raise ValueError(
             "this model has no mask token (config.json has no mask_token_id), so slots cannot be planned: take a "
-            "checkpoint trained for ReFusion, add mask_token_id to its config.json if it has one under another name, or "
-            "decode it as an ordinary causal model with method='ar', ar_first='token'"
+            "checkpoint trained for ReFusion, add mask_token_id to its config.json if it has one under another name, "
+            "or decode it as an ordinary causal model with method='ar', ar_first='token'"
         )
     if not model.eos_token_ids:
         raise ValueError("this model has no end-of-text token: add eos_token_id to its config.json")
@@ -145,15 +149,16 @@ def method_of(model: ModelConfig, config: DecodeConfig) -> engine.Method:
 def encode(model: Model, prompt: Prompt, config: DecodeConfig, number: int) -> list[int]:
     """Token ids of one prompt, checked. ``number`` counts prompts from 0 and names it in errors (ValueError)."""
     name = f"prompt {number}"
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping)):
-        if model.tokenizer is None:
-            raise ValueError(f"{name} is text, but the model has no tokenizer: give token ids")
-        try:
-            ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else model.tokenizer.encode_chat(prompt)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-    else:
-        ids = list(prompt)
+    ids: Sequence[int]
+    try:
+        if isinstance(prompt, str):
+            ids = tokenizer_of(model).encode(prompt)
+        elif len(prompt) and isinstance(prompt[0], Mapping):
+            ids = tokenizer_of(model).encode_chat(cast(Sequence[Mapping[str, Any]], prompt))
+        else:
+            ids = cast(Sequence[int], prompt)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
     c = model.config
     for place, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
@@ -167,7 +172,7 @@ def encode(model: Model, prompt: Prompt, config: DecodeConfig, number: int) -> l
                 f"{name} has the mask token (id {token}) at place {place}: masks stand for text to be "
                 "written and cannot be part of a prompt; remove it"
             )
-    if not ids:
+    if not len(ids):
         raise ValueError(f"{name} is empty: a prompt needs at least one token")
     new = config.max_new_tokens if config.method == "ar" else config.blocks()[1]
     if len(ids) + new > c.max_position_embeddings:
@@ -176,6 +181,13 @@ def encode(model: Model, prompt: Prompt, config: DecodeConfig, number: int) -> l
             f"has {c.max_position_embeddings}: shorten the prompt or lower max_new_tokens"
         )
     return [int(token) for token in ids]
+
+
+def tokenizer_of(model: Model) -> Tokenizer:
+    """The model's tokenizer, or why text cannot be read (ValueError)."""
+    if model.tokenizer is None:
+        raise ValueError("this model has no tokenizer, so prompts must be token ids")
+    return model.tokenizer
 
 
 def decode_batch(
@@ -219,19 +231,23 @@ def decode_batch(
             break
         if step >= limit:
             raise RuntimeError(f"decoding did not end within {limit} forward passes; please report this as a bug")
-    result: Row = jax.device_get(state.rows)
+    result = jax.device_get(state.rows)
     return [
-        generation(model, config, jax.tree.map(lambda x: x[row], result), seconds[row], events[row] if trace else None)
-        for row in range(n)
+        generation(model, config, of_one(result, row), seconds[row], events[row] if trace else None) for row in range(n)
     ]
 
 
 def add_events(events: list[list[dict[str, Any]]], old: Row, new: Row, report: Any, slot_size: int) -> None:
     """Append what one step did to every row that took part."""
     for row, of_row in enumerate(events):
-        before, after, done = jax.tree.map(lambda x: x[row], (old, new, report))
+        before, after, done = (of_one(tree, row) for tree in (old, new, report))
         if before.start < before.end:
             of_row.append(record(before, after, done, slot_size))
+
+
+def of_one(tree: Any, row: int) -> Any:
+    """One row of a batch."""
+    return jax.tree.map(lambda x: x[row], tree)
 
 
 def generation(

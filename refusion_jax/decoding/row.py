@@ -6,6 +6,8 @@ batched, every field gains a leading [B].
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,7 @@ import jax.numpy as jnp
 PLAN, VERIFY, DRAFT = range(3)  # kinds of forward passes, as counted in the statistics
 
 
-@flax.struct.dataclass
-class Row:
+class Row(flax.struct.PyTreeNode):
     """One prompt and what has been written behind it. Methods extend it by what they need."""
 
     tokens: jax.Array  # [S] int32: prompt, committed tokens, current drafts
@@ -40,25 +41,28 @@ class Row:
         return ~self.committed & (position < self.end)
 
 
+SomeRow = TypeVar("SomeRow", bound=Row)
+
+
 def new_row(tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array) -> dict[str, jax.Array]:
     """The fields of a Row before its first step: ``tokens`` [S] holds the prompt, ``budget`` tokens may follow."""
     zero = jnp.zeros((), jnp.int32)
     is_prompt = jnp.arange(tokens.shape[0]) < prompt_length
-    return dict(
-        tokens=tokens,
-        committed=is_prompt,
-        order=jnp.full(tokens.shape, -1, jnp.int32),
-        prompt_length=prompt_length,
-        start=prompt_length,
-        end=prompt_length + budget,
-        forwards=jnp.zeros(3, jnp.int32),
-        positions=zero,
-        padded_positions=zero,
-        finished_at=zero - 1,
-    )
+    return {
+        "tokens": tokens,
+        "committed": is_prompt,
+        "order": jnp.full(tokens.shape, -1, jnp.int32),
+        "prompt_length": prompt_length,
+        "start": prompt_length,
+        "end": prompt_length + budget,
+        "forwards": jnp.zeros(3, jnp.int32),
+        "positions": zero,
+        "padded_positions": zero,
+        "finished_at": zero - 1,
+    }
 
 
-def write(row: Row, positions: jax.Array, tokens: jax.Array, chosen: jax.Array, eos: tuple[int, ...]) -> Row:
+def write(row: SomeRow, positions: jax.Array, tokens: jax.Array, chosen: jax.Array, eos: tuple[int, ...]) -> SomeRow:
     """Commit ``tokens`` [T] at ``positions`` [T], ascending, where ``chosen`` [T]; an EOS among them moves the end."""
     S = row.tokens.shape[0]
     index = jnp.where(chosen, positions, S + jnp.arange(positions.shape[0]))
@@ -103,8 +107,7 @@ def last_true(mask: jax.Array) -> jax.Array:
     return mask & (jnp.cumsum(mask) == jnp.sum(mask))
 
 
-@flax.struct.dataclass
-class Report:
+class Report(flax.struct.PyTreeNode):
     """What one step did to one row, for the trace (b positions of a block, J slots)."""
 
     base: jax.Array  # int32: first position of the block that was planned

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from refusion_jax.config import ModelConfig
 
 
-@flax.struct.dataclass
-class Scores:
+class Scores(flax.struct.PyTreeNode):
     """What decoding reads off the logits of window entries."""
 
     tokens: jax.Array  # [..., C] int32: the most likely tokens, best first, equal logits by lowest id
@@ -28,8 +27,9 @@ def allowed_tokens(config: ModelConfig) -> jax.Array:
 def score(
     logits: jax.Array,  # [..., V] float32
     allowed: jax.Array | None,  # [V] bool; None: every id
+    asked: jax.Array | None,  # [...] int32
+    *,
     candidates: int,
-    asked: jax.Array | None = None,  # [...] int32
 ) -> Scores:
     """The best ``candidates`` tokens and their probabilities, over the allowed ids alone."""
     if allowed is not None:

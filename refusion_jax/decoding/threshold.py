@@ -33,7 +33,6 @@ PLAN, VERIFY, DRAFT, CHECK = range(4)
 KIND = (rows.PLAN, rows.VERIFY, rows.DRAFT, rows.VERIFY)  # how each phase is counted
 
 
-@flax.struct.dataclass
 class ThresholdRow(Row):
     """What threshold decoding knows of a row, beside its text."""
 
@@ -73,8 +72,7 @@ def leading(mask: jax.Array) -> jax.Array:
     return jnp.cumsum(~mask) == 0
 
 
-@flax.struct.dataclass
-class Threshold:
+class Threshold(flax.struct.PyTreeNode):
     """The threshold method; see the module's docstring. ``window`` and ``update`` are written for one row."""
 
     slot_threshold: jax.Array  # float32
@@ -199,7 +197,7 @@ class Threshold:
     def after_check(self, row: ThresholdRow, window: Window, probability: jax.Array) -> tuple[ThresholdRow, jax.Array]:
         """Accept the leading passes of every slot; when all slots are whole, commit them up to the first EOS."""
         b, k = self.block_size, self.slot_size
-        slot, place = jnp.arange(b) // k, jnp.arange(b) % k
+        place = jnp.arange(b) % k
         slots = self.slots(row)
         passed = jax.vmap(check_slot, in_axes=(0, 0, None, None))(
             slots, by_slot(probability, k), self.token_threshold, row.offset

@@ -23,8 +23,7 @@ OFF_TRUNK = 1 << 30  # place of a branch entry: behind every trunk entry
 WHOLE_TRUNK = 1 << 29  # sees: every trunk entry
 
 
-@flax.struct.dataclass
-class Window:
+class Window(flax.struct.PyTreeNode):
     """The window of one row: T entries in a fixed layout, of which some are live. Batched, every field gains [B]."""
 
     tokens: jax.Array  # [T] int32
@@ -37,8 +36,7 @@ class Window:
     asked: jax.Array | None = None  # [T] int32: token whose probability after this entry is wanted
 
 
-@flax.struct.dataclass
-class Entries:
+class Entries(flax.struct.PyTreeNode):
     """A run of window entries of one role, concatenated by ``assemble``."""
 
     tokens: jax.Array

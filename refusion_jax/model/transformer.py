@@ -11,6 +11,7 @@ H head size, F feed-forward, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -105,16 +106,14 @@ def attend(
     if cache is not None and sees_cache is not None:
         parts.append((scores(q, cache[0], sees_cache), cache[1]))
 
-    largest = jnp.max(parts[0][0], axis=-1, keepdims=True)
-    for s, _ in parts[1:]:
-        largest = jnp.maximum(largest, jnp.max(s, axis=-1, keepdims=True))
+    largest = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for s, _ in parts])
     weights = [jnp.exp(s - largest) for s, _ in parts]
-    total = sum(jnp.sum(w, axis=-1, keepdims=True) for w in weights)
-    mixed = sum(
+    total = functools.reduce(jnp.add, [jnp.sum(w, axis=-1, keepdims=True) for w in weights])
+    summands = [
         einsum("bkqs,bksh->bkqh", w.astype(v.dtype), v, axes, preferred_element_type=jnp.float32)
         for w, (_, v) in zip(weights, parts, strict=True)
-    )
-    mixed = (mixed / total).astype(query.dtype)
+    ]
+    mixed = (functools.reduce(jnp.add, summands) / total).astype(query.dtype)
     mixed = mixed.reshape(B, K, G, T, H, out_sharding=spec(ROWS, TENSOR, None, None, None)).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(B, T, N, H, out_sharding=spec(ROWS, None, TENSOR, None))
 
@@ -162,7 +161,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole decoder. ``Transformer(config).apply({"params": params}, ...)`` is pure."""
+    """The whole decoder; ``apply`` below runs it."""
 
     config: ModelConfig
 
@@ -221,6 +220,23 @@ class Transformer(nn.Module):
 def causal(length: int) -> jax.Array:
     """The ordinary causal window mask [1, T, T] bool."""
     return jnp.tril(jnp.ones((length, length), bool))[None]
+
+
+def apply(
+    config: ModelConfig,
+    params: Params,
+    tokens: jax.Array,  # [B, T] int32
+    positions: jax.Array,  # [B, T] int32
+    sees: jax.Array,  # [B, T, T] bool
+    cache: KVCache | None = None,
+    sees_cache: jax.Array | None = None,  # [B, T, S] bool
+    *,
+    head: bool = True,
+) -> Output:
+    """One forward pass, see ``Transformer.__call__``: the one function behind prefill, decoding and training."""
+    out = Transformer(config).apply({"params": params}, tokens, positions, sees, cache, sees_cache, head=head)
+    assert isinstance(out, Output)
+    return out
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
