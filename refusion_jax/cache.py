@@ -39,6 +39,17 @@ def empty(config: ModelConfig, rows: int, capacity: int) -> KVCache:
     )
 
 
+def fill(
+    keys: jax.Array,  # [L, B, K, T, H]
+    values: jax.Array,  # [L, B, K, T, H]
+    capacity: int,
+) -> KVCache:
+    """A cache of ``capacity`` positions that begins with a window of the positions 0..T-1."""
+    kept = min(keys.shape[3], capacity)
+    behind = [(0, 0)] * 3 + [(0, capacity - kept), (0, 0)]
+    return KVCache(jnp.pad(keys[:, :, :, :kept], behind), jnp.pad(values[:, :, :, :kept], behind))
+
+
 def commit(
     cache: KVCache,
     keys: jax.Array,  # [L, B, K, T, H]

@@ -78,8 +78,8 @@ def per_row(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def put_rows(tree: Any) -> Any:
-    """Host arrays with a leading [B] as device arrays, their rows split over the current mesh."""
-    return place(tree, jax.tree.map(lambda _: PartitionSpec(ROWS), tree)) if has_mesh() else jax.device_put(tree)
+    """Arrays with a leading [B], their rows split over the current mesh."""
+    return place(tree, jax.tree.map(lambda _: PartitionSpec(ROWS), tree))
 
 
 def place(tree: Any, specs: Any) -> Any:

@@ -86,35 +86,33 @@ def prefill_width(longest: int) -> int:
 
 def prefill(
     params: Params,
-    tokens: jax.Array,  # [B, S] int32
-    lengths: jax.Array,  # [B] int32: how many of them to cache
+    tokens: jax.Array,  # [B, S] int32: prompts, padded
+    longest: jax.Array,  # int32: the longest prompt
     *,
     config: ModelConfig,
     width: int,
 ) -> KVCache:
-    """Cache the keys and values of the first ``lengths`` tokens of every row, ``width`` at a time."""
+    """Cache the prompts, ``width`` tokens at a time. What is written behind a shorter prompt, nobody sees."""
     B, S = tokens.shape
+    sees = reshard(jnp.broadcast_to(causal(width), (B, width, width)), ROWS, None, None)
+
+    def chunk(i: jax.Array | int, cache: KVCache | None) -> tuple[transformer.Output, jax.Array]:
+        place = i * width + jnp.arange(width)
+        inputs = tokens.at[:, place].get(mode="fill", fill_value=0)
+        positions = jnp.broadcast_to(place, (B, width))
+        earlier = jnp.broadcast_to(jnp.arange(S) < i * width, (B, width, S))
+        sees_cache = None if cache is None else reshard(earlier, ROWS, None, None)
+        return transformer.apply(config, params, inputs, positions, sees, cache, sees_cache, head=False), positions
 
     def body(i: jax.Array, cache: KVCache) -> KVCache:
-        place = i * width + jnp.arange(width)
-        chunk = tokens.at[:, place].get(mode="fill", fill_value=0)
-        positions = jnp.broadcast_to(place, (B, width))
-        sees = jnp.broadcast_to(causal(width), (B, width, width))
-        sees_cache = jnp.broadcast_to(jnp.arange(S) < i * width, (B, width, S))
-        out = transformer.apply(
-            config,
-            params,
-            chunk,
-            positions,
-            reshard(sees, ROWS, None, None),
-            cache,
-            reshard(sees_cache, ROWS, None, None),
-            head=False,
-        )
-        return kv.commit(cache, out.keys, out.values, positions, positions < lengths[:, None])
+        out, positions = chunk(i, cache)
+        return kv.commit(cache, out.keys, out.values, positions, positions < S)
 
-    chunks = -(-jnp.max(lengths) // width)
-    return jax.lax.fori_loop(0, chunks, body, kv.empty(config, B, S))
+    out, _ = chunk(0, None)
+    cache = kv.fill(out.keys, out.values, S)
+    if width < PREFILL_WIDTH:  # then it holds the longest prompt
+        return cache
+    return jax.lax.fori_loop(1, -(-longest // width), body, cache)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "width"))
@@ -129,7 +127,7 @@ def begin(
     width: int,
 ) -> State:
     """Every prompt cached, before the first step."""
-    cache = prefill(params, tokens, lengths, config=config, width=width)
+    cache = prefill(params, tokens, jnp.max(lengths), config=config, width=width)
     rows = per_row(lambda m, *row: m.init(*row))(method, tokens, lengths, budgets)
     return State(rows, cache, jnp.zeros((), jnp.int32))
 

@@ -231,7 +231,8 @@ def decode_batch(
             break
         if step >= limit:
             raise RuntimeError(f"decoding did not end within {limit} forward passes; please report this as a bug")
-    result = jax.device_get(state.rows)
+    text = Row(**{field.name: getattr(state.rows, field.name) for field in dataclasses.fields(Row)})
+    result = jax.device_get(text)
     return [
         generation(model, config, of_one(result, row), seconds[row], events[row] if trace else None) for row in range(n)
     ]
