@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's twins are small: more threads wait for each other
+
 import hypothesis
 import jax
 import pytest
+
+import refusion_jax as rf
+from tests.twins import golden
 
 TESTS = Path(__file__).parent
 
@@ -45,3 +50,21 @@ def model_name(request: pytest.FixtureRequest) -> str:
 def model_dir(golden_dir: Path, model_name: str) -> Path:
     """Checkpoint in Hugging Face format; its official outputs are in golden_dir / f"golden{model_name}"."""
     return golden_dir / f"model{model_name}"
+
+
+@pytest.fixture(scope="session")
+def model(model_dir: Path) -> rf.Model:
+    """The model under test, loaded."""
+    return rf.load(model_dir)
+
+
+@pytest.fixture(scope="session")
+def data(model_name: str) -> golden.Golden:
+    """The same model in numpy, the golden prompts and their right answers."""
+    return golden.load(model_name)
+
+
+@pytest.fixture(scope="session")
+def prompts(data: golden.Golden) -> list[list[int]]:
+    """The 64 golden prompts as token ids: 79 to 85 of them."""
+    return [prompt.prompt_ids for prompt in data.prompts]
