@@ -59,16 +59,19 @@ def commit(
 ) -> KVCache:
     """Write the stored entries of a window at their positions; the others are dropped.
 
-    Dropped entries are aimed at distinct indices past the end, so that all indices are unique and the scatter runs
-    in place.
+    Dropped entries are aimed at distinct indices past the end, so that all indices are unique and the scatter runs in
+    place. Every axis but the head's is an index of the scatter: an axis taken whole would make a TPU keep the cache in
+    another layout, and copy it in every step.
     """
     past_the_end = cache.capacity + jnp.arange(positions.shape[1], dtype=positions.dtype)
     index = jnp.where(stored, positions, past_the_end)
 
-    def write(old: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:  # one layer of one row: [K, S, H]
-        return old.at[:, index].set(new, mode="drop", unique_indices=True)
+    def write(old: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:  # of one layer, row and head: [S, H]
+        return old.at[index].set(new, mode="drop", unique_indices=True)
 
-    write_all = per_shard(
-        jax.vmap(jax.vmap(write), in_axes=(0, 0, None)), (CACHE_AXES, CACHE_AXES, (ROWS,)), CACHE_AXES
-    )
-    return KVCache(write_all(cache.keys, keys, index), write_all(cache.values, values, index))
+    def write_all(old: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
+        index = jnp.broadcast_to(index[None, :, None, :], new.shape[:-1])
+        return jax.vmap(jax.vmap(jax.vmap(write)))(old, new, index)
+
+    write_shards = per_shard(write_all, (CACHE_AXES, CACHE_AXES, (ROWS,)), CACHE_AXES)
+    return KVCache(write_shards(cache.keys, keys, index), write_shards(cache.values, values, index))

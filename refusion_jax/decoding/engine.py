@@ -30,7 +30,7 @@ from refusion_jax.decoding.sampling import Scores, allowed_tokens, score
 from refusion_jax.decoding.window import Window
 from refusion_jax.model import transformer
 from refusion_jax.model.transformer import Params, causal
-from refusion_jax.sharding import ROWS, per_row, per_shard, reshard
+from refusion_jax.sharding import ROWS, TENSOR, has_mesh, per_row, per_shard, reshard
 
 PREFILL_WIDTH = 256  # tokens of a prompt that are cached in one pass
 
@@ -142,7 +142,7 @@ def forward(
     """
     T = method.entries
     sizes = widths(T)
-    allowed = allowed_tokens(config) if method.restricted else None
+    allowed = reshard(allowed_tokens(config), TENSOR) if method.restricted else None
 
     def at_width(width: int, params: Params, window: Window, cache: KVCache) -> Any:
         def pack(_: None, row: Window) -> Any:
@@ -151,8 +151,13 @@ def forward(
 
         front, went, sees, sees_cache = per_row(pack)(None, window)
         out = transformer.apply(config, params, front.tokens, front.positions, sees, cache, sees_cache)
-        rate = per_shard(functools.partial(score, candidates=method.candidates), ((ROWS,), (), (ROWS,)), (ROWS,))
-        scores = rate(reshard(out.logits, ROWS, None, None), allowed, front.asked)
+        axis = TENSOR if has_mesh() else None
+        rate = per_shard(
+            functools.partial(score, candidates=method.candidates, axis=axis),
+            ((ROWS, None, TENSOR), (TENSOR,), (ROWS,)),
+            (ROWS,),
+        )
+        scores = rate(out.logits, allowed, front.asked)
 
         def unpack(_: None, scores: Scores, went: jax.Array) -> Scores:
             return jax.tree.map(lambda x: x.at[went].get(mode="fill", fill_value=0), scores)
