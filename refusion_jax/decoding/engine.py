@@ -15,7 +15,7 @@ loop never copies them.
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import flax.struct
 import jax
@@ -132,72 +132,65 @@ def begin(
     return State(rows, cache, jnp.zeros((), jnp.int32))
 
 
-def forward(
-    params: Params, config: ModelConfig, method: Method, window: Window, cache: KVCache
-) -> tuple[Scores, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Run the live entries of ``window`` [B, T] at the narrowest compiled width.
+class Pass(NamedTuple):
+    """What one forward pass over a window [B, T] gives."""
 
-    Returns the scores of every entry [B, T], where each entry went in the compact window [B, T], the keys and values
-    of the compact window [L, B, K, T, H], and its width.
-    """
+    scores: Scores  # of every entry, [B, T]; zero where it is not live
+    went: jax.Array  # [B, T] int32: the place of every live entry in the compact window
+    keys: jax.Array  # [L, B, K, T, H], of the compact window
+    values: jax.Array  # [L, B, K, T, H]
+    width: jax.Array  # int32: of the compact window, as it was computed
+
+
+def forward(params: Params, config: ModelConfig, method: Method, window: Window, cache: KVCache) -> Pass:
+    """Run the live entries of ``window`` at the narrowest compiled width that holds those of every row."""
     T = method.entries
     sizes = widths(T)
     allowed = reshard(allowed_tokens(config), TENSOR) if method.restricted else None
+    rate = per_shard(
+        functools.partial(score, candidates=method.candidates, axis=TENSOR if has_mesh() else None),
+        ((ROWS, None, TENSOR), (TENSOR,), (ROWS,)),
+        (ROWS,),
+    )
 
-    def at_width(width: int, params: Params, window: Window, cache: KVCache) -> Any:
-        def pack(_: None, row: Window) -> Any:
+    def at_width(width: int, params: Params, window: Window, cache: KVCache) -> Pass:
+        def pack(_: None, row: Window) -> tuple[Window, jax.Array, jax.Array, jax.Array]:
             front, went = windows.compact(row, width)
             return front, went, windows.sees_window(front), windows.sees_cache(front)
-
-        front, went, sees, sees_cache = per_row(pack)(None, window)
-        out = transformer.apply(config, params, front.tokens, front.positions, sees, cache, sees_cache)
-        axis = TENSOR if has_mesh() else None
-        rate = per_shard(
-            functools.partial(score, candidates=method.candidates, axis=axis),
-            ((ROWS, None, TENSOR), (TENSOR,), (ROWS,)),
-            (ROWS,),
-        )
-        scores = rate(out.logits, allowed, front.asked)
 
         def unpack(_: None, scores: Scores, went: jax.Array) -> Scores:
             return jax.tree.map(lambda x: x.at[went].get(mode="fill", fill_value=0), scores)
 
+        front, went, sees, sees_cache = per_row(pack)(None, window)
+        out = transformer.apply(config, params, front.tokens, front.positions, sees, cache, sees_cache)
+        scores = per_row(unpack)(None, rate(out.logits, allowed, front.asked), went)
         widen = [(0, 0)] * 3 + [(0, T - width), (0, 0)]
-        return (
-            per_row(unpack)(None, scores, went),
-            went,
-            jnp.pad(out.keys, widen),
-            jnp.pad(out.values, widen),
-            jnp.int32(width),
-        )
+        return Pass(scores, went, jnp.pad(out.keys, widen), jnp.pad(out.values, widen), jnp.int32(width))
 
     needed = jnp.max(jnp.sum(window.live, axis=1))
-    index = jnp.sum(needed > jnp.asarray(sizes[:-1], jnp.int32)) if len(sizes) > 1 else 0
-    branches = [functools.partial(at_width, width) for width in sizes]
-    return jax.lax.switch(index, branches, params, window, cache)
+    index = sum((needed > width for width in sizes[:-1]), start=jnp.int32(0))
+    return jax.lax.switch(index, [functools.partial(at_width, width) for width in sizes], params, window, cache)
 
 
 def advance(params: Params, config: ModelConfig, method: Method, state: State) -> tuple[State, Report]:
     """One step: every row that is not done takes part in one forward pass."""
     window = per_row(lambda m, row: m.window(row))(method, state.rows)
-    scores, went, keys, values, width = forward(params, config, method, window, state.cache)
+    out = forward(params, config, method, window, state.cache)
 
     def update(shared: Any, row: Any, window: Window, scores: Scores, went: jax.Array) -> Any:
         method, width, step = shared
         new, stored, report = method.update(row, window, scores)
-        new = new.replace(positions=row.positions + jnp.sum(window.live), padded_positions=row.padded_positions + width)
-        new = new.replace(finished_at=jnp.where(new.done, step + 1, -1))
-        T = window.live.shape[0]
-        where = (
-            jnp.full(T, row.tokens.shape[0])
-            .at[went]
-            .set(jnp.where(stored, window.positions, row.tokens.shape[0]), mode="drop", unique_indices=True)
+        new = new.replace(
+            positions=row.positions + jnp.sum(window.live),
+            padded_positions=row.padded_positions + width,
+            finished_at=jnp.where(new.done, step + 1, -1),
         )
         frozen = jax.tree.map(lambda old, new: jnp.where(row.done, old, new), row, new)
-        return frozen, where, where < row.tokens.shape[0], report
+        return frozen, windows.move(window.positions, went), windows.move(stored & ~row.done, went), report
 
-    rows, positions, stored, report = per_row(update)((method, width, state.step), state.rows, window, scores, went)
-    cache = kv.commit(state.cache, keys, values, positions, stored)
+    shared = (method, out.width, state.step)
+    rows, positions, stored, report = per_row(update)(shared, state.rows, window, out.scores, out.went)
+    cache = kv.commit(state.cache, out.keys, out.values, positions, stored)
     return State(rows, cache, state.step + 1), report
 
 
@@ -214,5 +207,4 @@ def run(params: Params, method: Method, state: State, limit: jax.Array, *, confi
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
 def run_once(params: Params, method: Method, state: State, *, config: ModelConfig) -> tuple[State, Report]:
     """One step, and what it did to every row: the loop of ``run`` as a trace sees it. ``state`` is donated."""
-    state, report = advance(params, config, method, state)
-    return state, report
+    return advance(params, config, method, state)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 SHARED = -1  # scope of a cache entry that every window entry sees; branch of a trunk entry
 HIDDEN = -2  # scope of a cache entry that nobody sees
+ABSENT = -3  # branch of a window entry that is not live
 OFF_TRUNK = 1 << 30  # place of a branch entry: behind every trunk entry
 WHOLE_TRUNK = 1 << 29  # sees: every trunk entry
 
@@ -70,21 +71,27 @@ def assemble(runs: list[Entries], scope: jax.Array, asked: jax.Array | None = No
 def compact(window: Window, width: int) -> tuple[Window, jax.Array]:
     """The live entries of one row moved to the front of a window of ``width``, and where each entry went, [T] int32.
 
-    ``width`` must hold the live entries. Entries behind them see nothing and are seen by nobody.
+    ``width`` must hold the live entries; the others go behind its end. Entries behind the live ones see nothing and
+    are seen by nobody.
     """
     T = window.live.shape[0]
     went = jnp.where(window.live, jnp.cumsum(window.live.astype(jnp.int32)) - 1, T + jnp.arange(T))
-    source = jnp.zeros(width, jnp.int32).at[went].set(jnp.arange(T), mode="drop", unique_indices=True)
-    live = jnp.arange(width) < jnp.sum(window.live)
-    scope = window.scope
+    source = move(jnp.arange(T), went)[:width]
     front = jax.tree.map(lambda field: field[source], window.replace(scope=None))
-    return front.replace(
+    live = jnp.arange(width) < jnp.sum(window.live)
+    packed = front.replace(
         live=live,
-        scope=scope,
         place=jnp.where(live, front.place, OFF_TRUNK),
         sees=jnp.where(live, front.sees, 0),
-        branch=jnp.where(live, front.branch, HIDDEN),
-    ), went
+        branch=jnp.where(live, front.branch, ABSENT),
+        scope=window.scope,
+    )
+    return packed, went
+
+
+def move(values: jax.Array, went: jax.Array) -> jax.Array:
+    """A value of every entry [T] moved to where the entry went; zero where none did."""
+    return jnp.zeros_like(values).at[went].set(values, mode="drop", unique_indices=True)
 
 
 def sees_window(window: Window) -> jax.Array:
