@@ -1,0 +1,1 @@
+"""The command lines: ``decode.py`` and ``refusion-decode``."""

@@ -1,0 +1,342 @@
+"""The command line of decoding: JSON lines in, JSON lines out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import runpy
+import stat
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Annotated, Any, BinaryIO, Literal
+
+import jax
+import tqdm
+from tyro.conf import FlagCreatePairsOff, arg
+
+import refusion_jax
+from refusion_jax.cli.options import UserError, parse
+from refusion_jax.cli.output import STDOUT, check_output, write_output
+from refusion_jax.cli.prompts import Line, read_prompts
+from refusion_jax.config import DecodeConfig
+from refusion_jax.decoding.generate import Generation, encode, generate, method_of
+from refusion_jax.model import Model
+from refusion_jax.model.hf import load
+from refusion_jax.presets import PRESETS
+
+ASSETS = Path(refusion_jax.__file__).parent / "assets"
+STDIN = "-"
+PRESET_HELP = (
+    f"Settings that the options below start from: those of the paper for {', '.join(PRESETS)}, or what get_config() of "
+    "a Python file returns."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Decode prompts with a ReFusion model, in batches. Without options: the bundled prompts, by the bundled model.
+
+    Input: one JSON object a line, in UTF-8, with one of
+      {"prompt": "text"}                                   plain text, taken as it is
+      {"messages": [{"role": "user", "content": "text"}]}  a chat, through the model's template
+      {"prompt_ids": [5, 6, 7]}                            token ids
+      and, if wanted, an "id": a string or an integer, which is copied to the output.
+      Without it, the id is the number of the line, counted from 0.
+      Blank lines are skipped. Every line is checked before anything is decoded.
+
+    Output: one JSON object a line, in the order of the input, with
+      id, text, token_ids, stats, and finish_reason: "stop" if the model ended the answer,
+      "length" if the budget of tokens was spent; with --trace also trace and commit_order.
+      It is written when everything is decoded, whole or not at all. A summary goes to stderr.
+
+    Exit code: 0; 2 for what you can mend, which is said in one sentence; 130 for Ctrl-C.
+
+    Compiled programs are kept from run to run, and compiling is most of what a short run takes:
+      in ~/.cache/refusion_jax/jax (in XDG_CACHE_HOME instead of ~/.cache if that is set), or
+      where JAX_COMPILATION_CACHE_DIR says. REFUSION_JAX_CACHE=off keeps none.
+    """
+
+    model: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: the bundled model)")] = None
+    """Checkpoint in Hugging Face layout: a directory, or a hub id (owner/name)."""
+    prompts: Annotated[
+        str | None, arg(metavar="FILE", help_behavior_hint="(default: what is piped in, else the bundled prompts)")
+    ] = None
+    """Input; - is standard input."""
+    output: Annotated[str, arg(metavar="FILE", help_behavior_hint="(default: standard output)")] = STDOUT
+    """Output; - is standard output."""
+    preset: Annotated[str | None, arg(metavar="NAME|FILE.py", help_behavior_hint="", help=PRESET_HELP)] = None
+    batch_size: int = 8
+    """Prompts that are decoded together."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and activations; auto is bfloat16 on accelerators and float32 on CPU."""
+    trace: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """Also record every forward pass; slower."""
+    decoding: Annotated[DecodeConfig, arg(name="")] = dataclasses.field(default_factory=DecodeConfig)
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Preset:
+    preset: str | None = None
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Decode as ``args`` (of the process, if None) ask for. Returns the exit code."""
+    args = sys.argv[1:] if args is None else args
+    try:
+        with warnings_in_one_line():
+            run(args)
+        return 0
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of the output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again when it flushes
+        return 1
+
+
+def run(args: Sequence[str]) -> None:
+    """What may be wrong is looked at first, the cheapest before the dearest: options, files, model, prompts."""
+    options = parse_options(args)
+    name, file = open_prompts(options.prompts, may_be_piped=bool(args))
+    with file:
+        check_output(options.output, file)
+        lines = read_prompts(file.read(), name)
+    keep_compiled_programs()
+    model = load_model(options)
+    prompts = encode_prompts(model, lines, options.decoding)
+
+    print(f"{options.model or 'bundled model'}, {len(lines)} prompts from {name}", file=sys.stderr)
+    start = time.perf_counter()
+    with compiling() as spans, tqdm.tqdm(total=len(lines), unit="prompt", leave=False, disable=None) as bar:
+        answers = decode(model, prompts, options, on_progress=lambda batch: bar.update(len(batch)))
+    seconds = time.perf_counter() - start
+    write_output(options.output, [output_line(line, answer) for line, answer in zip(lines, answers, strict=True)])
+    print(summary(answers, seconds, covered(spans)), file=sys.stderr)
+
+
+# ---- Options ----
+
+
+def parse_options(args: Sequence[str]) -> Options:
+    """The options, with those of the preset behind them. Raises UserError."""
+    chosen = parse(_Preset, args, _Preset(), partial=True).preset
+    preset = DecodeConfig() if chosen is None else read_preset(chosen)
+    options = parse(Options, args, Options(decoding=preset))
+    ignored = [name for name in unread(options.decoding) if getattr(options.decoding, name) != getattr(preset, name)]
+    if ignored:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
+        warnings.warn(f"{flags}: without effect beside the other options", stacklevel=2)
+    return options
+
+
+def read_preset(name: str) -> DecodeConfig:
+    """The preset of that name, or that a Python file gives. Raises UserError."""
+    if name in PRESETS:
+        return PRESETS[name]
+    if not name.endswith(".py"):
+        raise UserError(f"there is no preset {name!r}: give one of {', '.join(PRESETS)}, or a Python file")
+    try:
+        config = runpy.run_path(name)["get_config"]()
+    except Exception as error:  # whatever the file runs into
+        raise UserError(f"--preset {name} gives no settings: {type(error).__name__}: {error}") from error
+    if not isinstance(config, DecodeConfig):
+        raise UserError(f"--preset {name}: get_config() must return a DecodeConfig, not {config!r}")
+    return config
+
+
+def unread(config: DecodeConfig) -> list[str]:
+    """The settings that have no effect beside the others."""
+    if config.method == "ar":
+        names = ["block_size", "slot_threshold", "token_threshold", "verify"]
+        return names if config.ar_first == "mask" else ["slot_size", *names]
+    names = ["ar_first"]
+    if config.compat is None and config.verify == "exact":
+        names.append("token_threshold")
+    if config.serial_num_blocks is not None:
+        names.append("block_size")
+    return names
+
+
+# ---- Input ----
+
+
+def open_prompts(prompts: str | None, *, may_be_piped: bool) -> tuple[str, BinaryIO]:
+    """The name of the input, and the input. Raises UserError.
+
+    Without any argument nothing is taken from standard input: it may be a pipe that is never closed, or the very script
+    that a shell is running.
+    """
+    if prompts == STDIN or (prompts is None and may_be_piped and _is_piped(sys.stdin)):
+        if sys.stdin is None:
+            raise UserError("standard input is closed; give --prompts FILE")
+        return "standard input", sys.stdin.buffer
+    path = ASSETS / "prompts.jsonl" if prompts is None else Path(prompts)
+    try:
+        return str(path), path.open("rb")
+    except OSError as error:
+        raise UserError(f"--prompts {path} cannot be read: {error.strerror}") from None
+
+
+def _is_piped(file: IO[str] | None) -> bool:
+    """Whether a pipe, a socket or a file is behind it: no terminal, no /dev/null."""
+    try:
+        mode = os.fstat(file.fileno()).st_mode if file is not None else 0
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISREG(mode)
+
+
+def load_model(options: Options) -> Model:
+    """The checkpoint. Raises UserError, also where it cannot be decoded in the way asked for."""
+    try:
+        model = load(options.model or ASSETS / "model", dtype=options.dtype)
+        method_of(model.config, options.decoding)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}" if error.strerror else str(error)) from error
+    return model
+
+
+def encode_prompts(model: Model, lines: Sequence[Line], config: DecodeConfig) -> list[list[int]]:
+    """The token ids of all prompts. Raises UserError, with the line's place."""
+    prompts = []
+    for number, line in enumerate(lines):
+        try:
+            prompts.append(encode(model, line.prompt, config, number))
+        except ValueError as error:
+            raise UserError(f"{line.place}: the prompt{str(error).removeprefix(f'prompt {number}')}") from error
+    return prompts
+
+
+# ---- Decoding ----
+
+
+def decode(
+    model: Model, prompts: list[list[int]], options: Options, on_progress: Callable[[list[Generation]], None]
+) -> list[Generation]:
+    """The answers. Raises UserError if there is not enough memory."""
+    try:
+        return generate(
+            model,
+            prompts,
+            options.decoding,
+            batch_size=options.batch_size,
+            trace=options.trace,
+            on_progress=on_progress,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(f"out of memory; lower --batch-size={options.batch_size} or --max-new-tokens") from error
+
+
+def keep_compiled_programs() -> None:
+    """Have JAX keep compiled programs on disk, unless the user has said where, or not to. Raises UserError."""
+    switch = os.environ.get("REFUSION_JAX_CACHE", "")
+    if switch not in ("", "off"):
+        raise UserError(f"REFUSION_JAX_CACHE={switch} must be off or unset; JAX_COMPILATION_CACHE_DIR sets a directory")
+    if switch == "off" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "refusion_jax", "jax")
+    try:
+        directory = directory.expanduser()
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
+        warnings.warn(f"compiled programs are not kept: {error}", stacklevel=2)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[list[tuple[float, float]]]:
+    """A list that fills with the times, begin and end in seconds, at which JAX traced, lowered, compiled, or read from
+    its cache. Some lie within others."""
+    spans: list[tuple[float, float]] = []
+
+    def listen(event: str, start_time: float, end_time: float, **kwargs: str | int) -> None:
+        if event.startswith("/jax/core/compile/"):
+            spans.append((start_time, end_time))
+
+    jax.monitoring.register_event_time_span_listener(listen)
+    try:
+        yield spans
+    finally:
+        jax.monitoring.unregister_event_time_span_listener(listen)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How long a time the spans cover, where they overlap counted once."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(end - max(start, reached), 0)
+        reached = max(reached, end)
+    return total
+
+
+# ---- Output ----
+
+
+def output_line(line: Line, answer: Generation) -> bytes:
+    """One answer as a line of JSON."""
+    fields: dict[str, Any] = {
+        "id": line.id,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "stats": dataclasses.asdict(answer.stats),
+    }
+    if answer.trace is not None:
+        fields |= {"trace": answer.trace, "commit_order": answer.commit_order}
+    text = json.dumps(fields, ensure_ascii=False)
+    for end in "\x85\u2028\u2029":  # what str.splitlines would cut at; JSON escapes the others itself
+        text = text.replace(end, f"\\u{ord(end):04x}")
+    return text.encode() + b"\n"
+
+
+def summary(answers: Sequence[Generation], seconds: float, compile_seconds: float) -> str:
+    """What was decoded and what it cost. Every rate is a total over a total, and speed does not count compiling."""
+    tokens, forwards, positions, padded = (
+        sum(getattr(answer.stats, name) for answer in answers)
+        for name in ("tokens", "forwards", "positions", "padded_positions")
+    )
+    stopped = sum(answer.finish_reason == "stop" for answer in answers)
+    decoding = max(seconds - compile_seconds, 1e-6)
+    return (
+        f"{len(answers)} answers: {stopped} ended, {len(answers) - stopped} cut by the budget\n"
+        f"{tokens / decoding:.1f} tokens/s: {tokens} tokens in {decoding:.2f} s, without {compile_seconds:.2f} s of "
+        "compiling\n"
+        f"{tokens / forwards:.2f} tokens per forward: {tokens} tokens in {forwards} forwards\n"
+        f"{positions / tokens:.2f} positions and {padded / tokens:.2f} padded positions per token"
+    )
+
+
+@contextlib.contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Show warnings as ``warning: ...``, each text once, without the code they come from."""
+    shown = set()
+
+    def show(message: Warning | str, *_: Any) -> None:
+        text = " ".join(str(message).split())
+        if text not in shown:
+            shown.add(text)
+            tqdm.tqdm.write(f"warning: {text}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
