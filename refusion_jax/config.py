@@ -84,12 +84,11 @@ class DecodeConfig:
     verify: Literal["exact", "threshold"] = "exact"
     """exact gives the tokens of the sequential process; threshold is the paper's algorithm."""
     compat: Literal["official"] | None = None
-    """official gives the tokens of the official code, bug for bug, in float32."""
+    """official gives the tokens of the official code, bug for bug (compared in float32)."""
     serial_num_blocks: int | None = None
     """Number of serial blocks, in place of block_size; compat="official" only."""
     ar_first: Literal["mask", "token"] = "mask"
-    """method="ar": what the first token of a slot is read from, its mask (ReFusion models) or the token before it
-    (ordinary causal models)."""
+    """method="ar": read the first token of a slot from its mask (ReFusion) or from the token before (causal models)."""
 
     def __post_init__(self) -> None:
         choices: dict[str, tuple[str | None, ...]] = {

@@ -213,13 +213,10 @@ def load_model(options: Options) -> Model:
 
 def encode_prompts(model: Model, lines: Sequence[Line], config: DecodeConfig) -> list[list[int]]:
     """The token ids of all prompts. Raises UserError, with the line's place."""
-    prompts = []
-    for number, line in enumerate(lines):
-        try:
-            prompts.append(encode(model, line.prompt, config, number))
-        except ValueError as error:
-            raise UserError(f"{line.place}: the prompt{str(error).removeprefix(f'prompt {number}')}") from error
-    return prompts
+    try:
+        return [encode(model, line.prompt, config, f"{line.place}: the prompt") for line in lines]
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 # ---- Decoding ----

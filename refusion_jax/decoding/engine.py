@@ -84,10 +84,11 @@ def prefill_width(longest: int) -> int:
     return min(PREFILL_WIDTH, -(-longest // 32) * 32)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "width"))
 def prefill(
     params: Params,
     tokens: jax.Array,  # [B, S] int32: prompts, padded
-    longest: jax.Array,  # int32: the longest prompt
+    lengths: jax.Array,  # [B] int32: their lengths
     *,
     config: ModelConfig,
     width: int,
@@ -112,10 +113,15 @@ def prefill(
     cache = kv.fill(out.keys, out.values, S)
     if width < PREFILL_WIDTH:  # then it holds the longest prompt
         return cache
-    return jax.lax.fori_loop(1, -(-longest // width), body, cache)
+    return jax.lax.fori_loop(1, -(-jnp.max(lengths) // width), body, cache)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "width"))
+@jax.jit
+def init_rows(method: Method, tokens: jax.Array, lengths: jax.Array, budgets: jax.Array) -> Any:
+    """Rows of the method before their first step, every field with a leading [B]."""
+    return per_row(lambda m, *row: m.init(*row))(method, tokens, lengths, budgets)
+
+
 def begin(
     params: Params,
     method: Method,
@@ -127,9 +133,8 @@ def begin(
     width: int,
 ) -> State:
     """Every prompt cached, before the first step."""
-    cache = prefill(params, tokens, jnp.max(lengths), config=config, width=width)
-    rows = per_row(lambda m, *row: m.init(*row))(method, tokens, lengths, budgets)
-    return State(rows, cache, jnp.zeros((), jnp.int32))
+    cache = prefill(params, tokens, lengths, config=config, width=width)
+    return State(init_rows(method, tokens, lengths, budgets), cache, jnp.zeros((), jnp.int32))
 
 
 class Pass(NamedTuple):

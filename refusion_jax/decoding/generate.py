@@ -91,7 +91,7 @@ def generate(
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
     method = method_of(model.config, config)
-    encoded = [encode(model, prompt, config, number) for number, prompt in enumerate(prompts)]
+    encoded = [encode(model, prompt, config, f"prompt {number}") for number, prompt in enumerate(prompts)]
     rows = min(batch_size, len(encoded))
     rows += -rows % row_shards()
     answers: list[Generation] = []
@@ -146,9 +146,8 @@ def method_of(model: ModelConfig, config: DecodeConfig) -> engine.Method:
     return Threshold(slot_threshold, token_threshold, config.slot_size, block, mask, eos, official=official)
 
 
-def encode(model: Model, prompt: Prompt, config: DecodeConfig, number: int) -> list[int]:
-    """Token ids of one prompt, checked. ``number`` counts prompts from 0 and names it in errors (ValueError)."""
-    name = f"prompt {number}"
+def encode(model: Model, prompt: Prompt, config: DecodeConfig, name: str) -> list[int]:
+    """Token ids of one prompt, checked. Errors (ValueError) call it by ``name``."""
     ids: Sequence[int]
     try:
         if isinstance(prompt, str):
@@ -261,10 +260,10 @@ def generation(
     official = config.compat == "official"
     kept = written if official else written[written < row.end]
     ids = [int(token) for token in row.tokens[kept]]
-    stopped = any(token in model.config.eos_token_ids for token in ids)
+    ends = [place for place, token in enumerate(ids) if token in model.config.eos_token_ids]
     plan, verify, draft = (int(count) for count in row.forwards)
     stats = Stats(
-        tokens=len(ids),
+        tokens=ends[0] + 1 if ends else len(ids),
         committed=len(written),
         forwards=plan + verify + draft,
         plan_forwards=plan,
@@ -277,4 +276,4 @@ def generation(
     )
     text = "" if model.tokenizer is None else model.tokenizer.decode(ids)
     order = [int(p) - P for p in kept[np.argsort(row.order[kept])]]
-    return Generation(text, ids, "stop" if stopped else "length", stats, trace, order)
+    return Generation(text, ids, "stop" if ends else "length", stats, trace, order)
