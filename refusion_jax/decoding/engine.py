@@ -62,10 +62,15 @@ class State(flax.struct.PyTreeNode):
 
 
 def widths(entries: int) -> list[int]:
-    """The window widths that are compiled, in one place: at most half as much again as what is needed."""
-    steps = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
-    lowest = min(8, entries) if entries > 4 else 1
-    return [w for w in steps if lowest <= w < entries] + [entries]
+    """The window widths that are compiled for up to ``entries`` live entries, in one place.
+
+    On a CPU time follows the computed positions, so a window is at most half as wide again as needed; elsewhere it
+    follows the weights that are read, and fewer programs compile sooner.
+    """
+    fine = [8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+    coarse = [16, 32, 64, 128, 256, 512, 1024]
+    steps = [1, 2] if entries <= 4 else fine if jax.default_backend() == "cpu" else coarse
+    return [width for width in steps if width < entries] + [entries]
 
 
 def capacity(longest: int) -> int:
