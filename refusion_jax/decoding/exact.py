@@ -170,13 +170,35 @@ class Exact(flax.struct.PyTreeNode):
         return base, view(is_open, base + jnp.arange(self.block_size), False)
 
     def update(self, row: ExactRow, window: Window, scores: Scores) -> tuple[ExactRow, jax.Array, Report]:
-        """Commit what the scores prove. Returns the row, which entries' keys and values to store [T], and a report."""
+        """What the scores prove. Returns the row, which entries' keys and values to store [T], and a report."""
+        verified, stored, accepted, as_drafted = self.verify(row, window, scores)
+        certainty = jax.vmap(PLANNERS[self.planner])(by_slot(self.split(scores.logprob).plan, self.slot_size))
+        planned = self.split(window.live).plan & as_drafted
+        chosen = planned & by_position(
+            choose(certainty, by_slot(planned, self.slot_size)[:, 0], self.slot_threshold),
+            self.slot_size,
+            self.block_size,
+        )
+        base = window.positions[-self.block_size]
+        new = self.draft(verified, base, chosen, scores)
+        block = row.start + jnp.arange(self.block_size)
+        finished = ~jnp.any(view(new.unwritten, block, False))
+        start = jnp.where(jnp.any(planned), base, jnp.where(finished, row.start + self.block_size, row.start))
+        verifying = jnp.any(self.split(window.live).drafts)
+        new = new.replace(start=start, forwards=row.forwards.at[jnp.where(verifying, VERIFY, PLAN)].add(1))
+        return new, stored, Report(base, planned, certainty, chosen, self.split(window.live).drafts, accepted)
+
+    def verify(self, row: ExactRow, window: Window, scores: Scores) -> tuple[ExactRow, jax.Array, jax.Array, jax.Array]:
+        """Commit what is right, and what comes for free.
+
+        Returns the row, which entries to store [T], which drafts are right [b], and whether everything came as it was
+        drafted, so that a plan made behind the drafts holds.
+        """
         k, b = self.slot_size, self.block_size
         block = row.start + jnp.arange(b)
         offset, slot = jnp.arange(b) % k, jnp.arange(b) // k
         live, fed = self.split(window.live), self.split(window.tokens)
         after = self.split(scores.tokens[:, 0])  # the most likely token at a mask, or after a token
-        verifying = jnp.any(live.drafts)
         first = first_true(live.drafts)
 
         # Targets: what the sequential process writes at each draft's place if all drafts before it are right.
@@ -191,52 +213,35 @@ class Exact(flax.struct.PyTreeNode):
 
         # For free: the target at the first wrong place; behind a right alternative or the last draft, one more.
         wrong = first_true(live.drafts & ~right) & ~ended
+        corrected = jnp.any(wrong)
         found = live.alternatives & jnp.any(wrong & first) & (fed.alternatives == jnp.sum(jnp.where(wrong, target, 0)))
-        tip = jnp.where(
-            jnp.any(wrong), wrong & jnp.any(found) & ~is_eos(target, self.eos), last_true(accepted) & ~ended
-        )
+        tip = jnp.where(corrected, wrong & jnp.any(found) & ~is_eos(target, self.eos), last_true(accepted) & ~ended)
         free = shift(tip) & (offset > 0) & view(row.unwritten & row.chosen, block, False)
         after_tip = jnp.where(
-            jnp.any(wrong), jnp.sum(jnp.where(found, after.alternatives, 0)), jnp.sum(jnp.where(tip, after.drafts, 0))
+            corrected, jnp.sum(jnp.where(found, after.alternatives, 0)), jnp.sum(jnp.where(tip, after.drafts, 0))
         )
         tokens = jnp.where(accepted, fed.drafts, jnp.where(wrong, target, after_tip))
-        row = write(row, block, tokens, accepted | wrong | free, self.eos)
         uncached = free | (wrong & ~jnp.any(found))
-        stored = jnp.concatenate(
-            [live.pending[None], accepted, jnp.zeros_like(live.probes), found, jnp.zeros_like(live.plan)]
-        )
-        row = row.replace(
+        stored = Parts(live.pending[None], accepted, jnp.zeros_like(live.probes), found, jnp.zeros_like(live.plan))
+        new = write(row, block, tokens, accepted | wrong | free, self.eos)
+        new = new.replace(
             pending=jnp.where(jnp.any(uncached), jnp.sum(jnp.where(last_true(uncached), block, 0)), -1),
             planned=jnp.asarray(False),
-            forwards=row.forwards.at[jnp.where(verifying, VERIFY, PLAN)].add(1),
         )
+        return new, jnp.concatenate(stored), accepted, ~jnp.any(wrong | free) & ~ended
 
-        # The plan holds if nothing happened that it did not see.
-        base = window.positions[-b]
-        holds = jnp.any(live.plan) & ~jnp.any(wrong | free) & ~ended
-        certainty = jax.vmap(PLANNERS[self.planner])(by_slot(self.split(scores.logprob).plan, k))
-        chosen = choose(certainty, by_slot(live.plan, k)[:, 0], self.slot_threshold)
-        draft = holds & live.plan & by_position(chosen, k, b)
-        place = jnp.where(draft, base, row.tokens.shape[0]) + jnp.arange(b)
+    def draft(self, row: ExactRow, base: jax.Array, chosen: jax.Array, scores: Scores) -> ExactRow:
+        """The most likely tokens at the masks of the ``chosen`` positions [b] of the block at ``base``, as drafts."""
+        place = jnp.where(chosen, base, row.tokens.shape[0]) + jnp.arange(self.block_size)
+        tokens, logprob = self.split(scores.tokens).plan, self.split(scores.logprob).plan
 
         def put(array: jax.Array, values: Any) -> jax.Array:
             return array.at[place].set(values, mode="drop", unique_indices=True)
 
-        report = Report(
-            base=base,
-            planned=holds & live.plan,
-            certainty=certainty,
-            chosen=draft,
-            drafts=live.drafts,
-            accepted=accepted,
-        )
-        planned = row.replace(
-            tokens=put(row.tokens, after.plan),
+        return row.replace(
+            tokens=put(row.tokens, tokens[:, 0]),
             chosen=put(row.chosen, True),
-            logprob=put(row.logprob, self.split(scores.logprob).plan),
-            alternatives=put(row.alternatives, self.split(scores.tokens).plan[:, 1:]),
-            planned=holds,
+            logprob=put(row.logprob, logprob),
+            alternatives=put(row.alternatives, tokens[:, 1:]),
+            planned=jnp.any(chosen),
         )
-        finished = ~jnp.any(view(planned.unwritten, block, False))
-        start = jnp.where(holds, base, jnp.where(finished, row.start + b, row.start))
-        return planned.replace(start=start), stored, report

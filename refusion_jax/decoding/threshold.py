@@ -215,7 +215,8 @@ class Threshold(flax.struct.PyTreeNode):
         eos_row = jnp.where(jnp.any(ends), rank, row.eos_row)
 
         complete = jnp.all(passed == writable)
-        agreed = jnp.min(jnp.where(jnp.any(writable, axis=1), jnp.sum(passed | ~writable, axis=1), k))
+        done = jnp.sum(jax.vmap(leading)(passed | ~writable), axis=1)  # a short slot that is complete holds nobody back
+        agreed = jnp.min(jnp.where(jnp.any(writable, axis=1), done, k))
         final = jnp.where(complete, k, agreed - 1)
         chosen = writable.reshape(-1)[:b]
         stored = window.live & chosen & (place < final)
