@@ -100,12 +100,18 @@ class DecodeConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, allowed))}")
-        for name in ("max_new_tokens", "slot_size", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("max_new_tokens", "slot_size", "block_size", "serial_num_blocks"):
+            value = getattr(self, name)
+            if value is None and name == "serial_num_blocks":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name}={value!r} must be an integer")
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
         for name in ("slot_threshold", "token_threshold"):
-            if math.isnan(getattr(self, name)):
-                raise ValueError(f"{name} is not a number")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+                raise ValueError(f"{name}={value!r} is not a number")
         if self.compat is None and self.serial_num_blocks is not None:
             raise ValueError(f"serial_num_blocks={self.serial_num_blocks} belongs to compat='official'; set block_size")
         if self.compat == "official" and self.method == "ar":
@@ -125,8 +131,6 @@ class DecodeConfig:
             number = self.serial_num_blocks
             if number is None:
                 number = max(rounded // self.block_size, 1)
-            if number < 1:
-                raise ValueError(f"serial_num_blocks={number} must be at least 1")
             block = rounded // number
             if block == 0:
                 raise ValueError(

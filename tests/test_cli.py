@@ -406,7 +406,7 @@ def test_help_names_every_option_and_setting(
         (["--compat", "v1"], "--compat must be one of "),
         (["--batch-size", "0"], "batch_size=0 must be at least 1"),
         (["--max-new-tokens", "-1"], "max_new_tokens=-1 must be at least 1"),
-        (["--slot-threshold", "nan"], "slot_threshold is not a number"),
+        (["--slot-threshold", "nan"], "slot_threshold=nan is not a number"),
         (["--slot-size", "5"], "slot_size=5 does not divide block_size=32; try block_size 30 or 35"),
         (["--serial-num-blocks", "2"], "serial_num_blocks=2 belongs to compat='official'"),
         (["--compat", "official", "--method", "ar"], "compat='official' is a way of method='refusion'"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -23,7 +24,7 @@ from refusion_jax.model import Model
 from refusion_jax.model.tokenizer import Tokenizer
 from refusion_jax.sharding import put_rows, row_shards
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | np.ndarray | jax.Array | Sequence[Mapping[str, Any]]
 """Plain text, token ids, or chat messages ({"role": ..., "content": ...})."""
 
 STEPS_PER_CALL = 64  # forward passes between two looks at the clock
@@ -59,7 +60,7 @@ class Generation:
 
 def generate(
     model: Model,
-    prompts: Sequence[Prompt],
+    prompts: Iterable[Prompt],
     config: DecodeConfig | None = None,
     *,
     batch_size: int = 8,
@@ -88,8 +89,10 @@ def generate(
         id outside the vocabulary. All prompts are checked before anything is compiled.
     """
     config = config or DecodeConfig()
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r} must be an integer of at least 1")
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a list of prompts, not {reprlib.repr(prompts)}; put a single one in a list")
     method = method_of(model.config, config)
     encoded = [encode(model, prompt, config, f"prompt {number}") for number, prompt in enumerate(prompts)]
     rows = min(batch_size, len(encoded))
@@ -148,11 +151,17 @@ def method_of(model: ModelConfig, config: DecodeConfig) -> engine.Method:
 
 def encode(model: Model, prompt: Prompt, config: DecodeConfig, name: str) -> list[int]:
     """Token ids of one prompt, checked. Errors (ValueError) call it by ``name``."""
+    if isinstance(prompt, np.ndarray | jax.Array):
+        prompt = np.asarray(prompt).tolist()
+    if isinstance(prompt, Mapping):
+        raise ValueError(f"{name} is a single message; a chat is a list of messages: put it in a list of its own")
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise ValueError(f"{name} is {reprlib.repr(prompt)}; give text, a list of token ids or a list of chat messages")
     ids: Sequence[int]
     try:
         if isinstance(prompt, str):
             ids = tokenizer_of(model).encode(prompt)
-        elif len(prompt) and isinstance(prompt[0], Mapping):
+        elif prompt and isinstance(prompt[0], Mapping):
             ids = tokenizer_of(model).encode_chat(cast(Sequence[Mapping[str, Any]], prompt))
         else:
             ids = cast(Sequence[int], prompt)
@@ -161,7 +170,9 @@ def encode(model: Model, prompt: Prompt, config: DecodeConfig, name: str) -> lis
     c = model.config
     for place, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            raise ValueError(f"{name} has {token!r} at place {place}, which is no token id: ids are integers")
+            raise ValueError(
+                f"{name} has {reprlib.repr(token)} at place {place}, which is no token id: ids are integers"
+            )
         if not 0 <= token < c.vocab_size:
             raise ValueError(
                 f"{name} has token id {token} at place {place}; ids of this model are 0..{c.vocab_size - 1}"
@@ -171,7 +182,7 @@ def encode(model: Model, prompt: Prompt, config: DecodeConfig, name: str) -> lis
                 f"{name} has the mask token (id {token}) at place {place}: masks stand for text to be "
                 "written and cannot be part of a prompt; remove it"
             )
-    if not len(ids):
+    if not ids:
         raise ValueError(f"{name} is empty: a prompt needs at least one token")
     new = config.max_new_tokens if config.method == "ar" else config.blocks()[1]
     if len(ids) + new > c.max_position_embeddings:
