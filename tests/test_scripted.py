@@ -156,10 +156,9 @@ def test_exact_decoding_writes_the_tokens_of_the_sequential_process_in_its_order
     assert driven.forwards <= len(driven.committed) + driven.plan_forwards
 
 
-# TODO: add (5, 10), (8, 32), (16, 32) to the slow sizes when the failure below is mended.
 @pytest.mark.parametrize(
     ("slot_size", "block_size"),
-    [(2, 8), (3, 9), (8, 8), *more((1, 1), (1, 5), (2, 2), (4, 4), (4, 12))],
+    [(2, 8), (8, 8), *more((1, 1), (1, 5), (2, 2), (3, 9), (4, 4), (4, 12), (5, 10), (8, 32), (16, 32))],
 )
 @few
 @hypothesis.example(HashModel(0, 6, 6, agreeing=0.0, eos_rate=0.0, ties=False), (43, 5), -1.0, 0.1)
