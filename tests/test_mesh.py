@@ -1,0 +1,145 @@
+"""Decoding on eight devices, rows over four of them and heads over two; what the compiled loop does to the cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import refusion_jax as rf
+from refusion_jax.decoding import engine, sampling
+from refusion_jax.decoding.generate import method_of
+from refusion_jax.sharding import ROWS, TENSOR, per_shard, put_rows, reshard
+from tests.twins import exact, golden
+
+CONFIG = rf.DecodeConfig(max_new_tokens=exact.MAX_NEW_TOKENS, slot_size=8, block_size=8)
+MODEL = golden.DIRECTORY / "modelA"
+
+
+@pytest.fixture(scope="module")
+def mesh() -> jax.sharding.Mesh:
+    return rf.make_mesh(4, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def sharded(mesh: jax.sharding.Mesh) -> rf.Model:
+    with jax.set_mesh(mesh):
+        return rf.load(MODEL)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return [prompt.prompt_ids for prompt in golden.load("A").prompts]
+
+
+def check(outs: list[rf.Generation]) -> None:
+    """Answers are those of the sequential process, which at these sizes has no near-tie."""
+    twin = exact.load("A", (8, 8))
+    assert np.all(twin["margin"] > 1e-4)
+    for out, tokens in zip(outs, twin["token_ids"], strict=False):
+        assert out.token_ids == tokens[tokens >= 0].tolist()
+
+
+def test_answers_on_a_mesh_are_those_of_one_device(
+    mesh: jax.sharding.Mesh, sharded: rf.Model, prompts: list[list[int]]
+) -> None:
+    """Trap D24: four rows at least, so that a batch of three, and of one, is filled up with rows that are done."""
+    with jax.set_mesh(mesh):
+        check(rf.generate(sharded, prompts[:9], CONFIG, batch_size=3))
+        check(rf.generate(sharded, prompts[:1], CONFIG, batch_size=1))
+
+
+@pytest.mark.slow
+def test_all_methods_on_a_mesh(mesh: jax.sharding.Mesh, sharded: rf.Model, prompts: list[list[int]]) -> None:
+    single = rf.load(MODEL)
+    for options in ({}, {"verify": "threshold"}, {"compat": "official"}, {"method": "ar"}):
+        config = rf.DecodeConfig(max_new_tokens=64, slot_size=8, block_size=16, **options)
+        expected = rf.generate(single, prompts[:9], config, batch_size=5)
+        with jax.set_mesh(mesh):
+            outs = rf.generate(sharded, prompts[:9], config, batch_size=5)
+            traced = rf.generate(sharded, prompts[:2], config, trace=True)
+        assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
+        assert [out.token_ids for out in traced] == [out.token_ids for out in expected[:2]]
+
+
+def test_equal_logits_in_two_parts_of_the_vocabulary_go_to_the_lowest_id(mesh: jax.sharding.Mesh) -> None:
+    """Trap D4: every device scores its own part of the vocabulary."""
+    rng = np.random.default_rng(0)
+    logits = rng.integers(0, 3, (4, 6, 32)).astype(np.float32)
+    allowed = rng.random(32) < 0.8
+    asked = rng.integers(0, 32, (4, 6)).astype(np.int32)
+    expected = sampling.score(jnp.asarray(logits), jnp.asarray(allowed), jnp.asarray(asked), candidates=5)
+
+    def of_shard(logits: jax.Array, allowed: jax.Array, asked: jax.Array) -> sampling.Scores:
+        return sampling.score(logits, allowed, asked, candidates=5, axis=TENSOR)
+
+    with jax.set_mesh(mesh):
+        scores = jax.jit(per_shard(of_shard, ((ROWS, None, TENSOR), (TENSOR,), (ROWS,)), (ROWS,)))(
+            reshard(jnp.asarray(logits), ROWS, None, TENSOR), reshard(jnp.asarray(allowed), TENSOR), put_rows(asked)
+        )
+    np.testing.assert_array_equal(scores.tokens, expected.tokens)
+    np.testing.assert_allclose(scores.logprob, expected.logprob, rtol=1e-6)
+    np.testing.assert_allclose(scores.asked, expected.asked, rtol=1e-6)
+
+
+def test_more_devices_than_heads_are_refused_with_both_numbers() -> None:
+    """Trap D24."""
+    with (
+        jax.set_mesh(rf.make_mesh(1, 1, 4)),
+        pytest.raises(ValueError, match="tensor=4 does not divide the dimension 2 of parameter layers/key"),
+    ):
+        rf.load(MODEL)
+
+
+# --- the compiled loop --------------------------------------------------------------------------------------
+
+
+def compiled_loop(model: rf.Model, rows: int) -> tuple[jax.stages.Compiled, engine.State]:
+    tokens, lengths, budgets = put_rows(
+        (np.zeros((rows, 192), np.int32), np.full(rows, 80, np.int32), np.full(rows, 96, np.int32))
+    )
+    method = method_of(model.config, CONFIG)
+    state = engine.begin(model.params, method, tokens, lengths, budgets, config=model.config, width=96)
+    return engine.run.lower(model.params, method, state, jnp.int32(64), config=model.config).compile(), state
+
+
+def check_cache_stays_where_it_is(compiled: jax.stages.Compiled, state: engine.State) -> None:
+    """Donation aliases the whole cache, and nothing as large as its keys is copied, selected or sent."""
+    parts = [array.addressable_shards[0].data for array in (state.cache.keys, state.cache.values)]
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(part.nbytes for part in parts)
+    moved = [(name, shapes) for name, shapes in operations(compiled.as_text()) if largest(shapes) >= parts[0].size]
+    names = {name for name, _ in moved}
+    assert "while" in names, "the text was not read"
+    assert not names & {"copy", "copy-start", "select", "concatenate", "pad", "transpose"}, moved
+    assert not [name for name in names if re.match("all-|collective-|reduce-scatter", name)], moved
+
+
+def operations(text: str) -> Iterator[tuple[str, list[list[int]]]]:
+    """Every instruction of an HLO module: its name, and the shapes of its results and operands."""
+    shapes: dict[str, list[list[int]]] = {}
+    for line in text.splitlines():
+        found = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (.+?) ([a-z][\w-]*)\((.*)", line)
+        if found:
+            result, types, name, operands = found.groups()
+            shapes[result] = [
+                [int(size) for size in dims.split(",") if size] for dims in re.findall(r"\[([\d,]*)\]", types)
+            ]
+            behind = [shape for operand in re.findall(r"%?([\w.-]+)", operands) for shape in shapes.get(operand, [])]
+            yield name, shapes[result] + behind
+
+
+def largest(shapes: list[list[int]]) -> int:
+    return max((int(np.prod(shape)) for shape in shapes), default=0)
+
+
+def test_the_loop_never_copies_the_cache() -> None:
+    check_cache_stays_where_it_is(*compiled_loop(rf.load(MODEL), rows=4))
+
+
+def test_the_loop_on_a_mesh_never_copies_or_sends_the_cache(mesh: jax.sharding.Mesh, sharded: rf.Model) -> None:
+    with jax.set_mesh(mesh):
+        check_cache_stays_where_it_is(*compiled_loop(sharded, rows=4))
