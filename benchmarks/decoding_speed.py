@@ -4,8 +4,8 @@
 
 All 64 golden prompts, 96 new tokens at most. The official figures were recorded on another day, on a machine that may
 have been faster or slower: where torch is installed, the same bare loop (transformers' Qwen3 with its cache, one token
-a forward) that was timed beside them is timed here between the passes, and the ratios are corrected by what it gives
-now over what it gave then. Tokens are counted to the first EOS; passes are the median of several, after a first one
+a forward) that was timed beside them is timed here between the passes, and the ratios are corrected by the best that it
+gives now over what it gave then. Tokens are counted to the first EOS; passes are the median of several, after a first one
 that compiles.
 """
 
@@ -30,7 +30,8 @@ from rich.table import Table
 
 import refusion_jax as rf
 
-GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden"
 NEW = 96
 BATCHES = {
     1: [(8, 24), (4, 16), (8, 8), (8, 48), (8, 96), (16, 96), (32, 96)],
@@ -154,7 +155,7 @@ def main() -> None:
             if batch == 1 and (slot, block) in HELD:
                 loops.append(bare_loop())
     measured = [loop for loop in loops if loop is not None]
-    machine = statistics.median(measured) / timing["bare_ar_loop_tokens_per_s"] if measured else 1.0
+    machine = max(measured) / timing["bare_ar_loop_tokens_per_s"] if measured else 1.0
 
     table = Table("batch", "slot, block", "tokens/s", "(spread)", "x official", "right", "tokens/forward",
                   "positions/token", "padded", "first batch s")  # fmt: skip
