@@ -5,8 +5,8 @@
 All 64 golden prompts, 96 new tokens at most. The official figures were recorded on another day, on a machine that may
 have been faster or slower: where torch is installed, the same bare loop (transformers' Qwen3 with its cache, one token
 a forward) that was timed beside them is timed here between the passes, and the ratios are corrected by the best that
-it gives now over what it gave then. Tokens are counted to the first EOS; passes are the median of several, after a first one
-that compiles.
+it gives now over what it gave then. Tokens are counted to the first EOS. Speeds are the median of several passes, after
+a first one that compiles.
 """
 
 from __future__ import annotations
