@@ -19,7 +19,7 @@ from refusion_jax.decoding import engine
 from refusion_jax.decoding.exact import Exact
 from refusion_jax.decoding.generate import method_of
 from tests import drive
-from tests.twins import exact, golden
+from tests.twins import autoregressive, exact, golden, official
 
 EOS, MASK = 2, 4  # of the golden models
 NEAR_TIE = 1e-4  # decisions closer than this may turn with the order of float sums
@@ -266,40 +266,51 @@ def test_statistics_are_those_of_a_plain_count(
         assert out.stats.seconds > 0
 
 
-def test_a_trace_tells_what_the_compiled_loop_did(
-    answers: list[rf.Generation], model: rf.Model, data: golden.Golden, prompts: list[list[int]]
+TRACED = rf.DecodeConfig(max_new_tokens=24, slot_size=4, block_size=8, token_threshold=0.9)
+
+
+def test_a_trace_of_exact_decoding_tells_the_plans_of_the_sequential_process(
+    model: rf.Model, data: golden.Golden, prompts: list[list[int]]
 ) -> None:
-    traced = rf.generate(model, prompts[:32], EXACT, batch_size=32, trace=True)
-    for row, (out, untraced) in enumerate(zip(traced, answers, strict=True)):
-        assert out.token_ids == untraced.token_ids
-        assert out.commit_order == untraced.commit_order
-        assert untraced.trace is None
-        check_trace(out)
-        twin = exact.decode(data.model, prompts[row], slot_size=8, block_size=24, max_new_tokens=96)
+    for prompt, out in zip(prompts, rf.generate(model, prompts[:4], TRACED, trace=True), strict=False):
+        twin = exact.decode(data.model, prompt, slot_size=4, block_size=8, max_new_tokens=24)
+        check_trace(out, twin.committed)
         plans = [event for event in out.trace or [] if "open" in event]
-        assert [event["open"] for event in plans] == [[first // 8 for first in plan.open] for plan in twin.plans]
-        assert [event["chosen"] for event in plans] == [[first // 8 for first in plan.chosen] for plan in twin.plans]
+        assert [event["open"] for event in plans] == [[first // 4 for first in plan.open] for plan in twin.plans]
+        assert [event["chosen"] for event in plans] == [[first // 4 for first in plan.chosen] for plan in twin.plans]
         for event, plan in zip(plans, twin.plans, strict=True):
             np.testing.assert_allclose(event["certainties"], plan.certainties, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"verify": "threshold"}, {"method": "ar"}], ids=["threshold", "ar"])
-def test_traces_of_the_other_methods(model: rf.Model, prompts: list[list[int]], options: dict[str, Any]) -> None:
-    config = rf.DecodeConfig(max_new_tokens=24, block_size=8, token_threshold=0.9, **options)
-    traced = rf.generate(model, prompts[:4], config, trace=True)
-    for out, untraced in zip(traced, rf.generate(model, prompts[:4], config), strict=True):
-        assert out.token_ids == untraced.token_ids
-        check_trace(out)
+def test_a_trace_of_threshold_decoding(model: rf.Model, data: golden.Golden, prompts: list[list[int]]) -> None:
+    config = dataclasses.replace(TRACED, verify="threshold")
+    for prompt, out in zip(prompts, rf.generate(model, prompts[:4], config, trace=True), strict=False):
+        twin = official.decode_threshold(
+            data.model,
+            prompt,
+            max_new_tokens=24,
+            slot_size=4,
+            block_size=8,
+            slot_threshold=0.9,
+            token_threshold=0.9,
+        )
+        check_trace(out, twin.committed)
+        assert sum("open" in event for event in out.trace or []) == twin.calls["plan"]
 
 
-def check_trace(out: rf.Generation) -> None:
+def test_a_trace_of_left_to_right_decoding(model: rf.Model, data: golden.Golden, prompts: list[list[int]]) -> None:
+    config = dataclasses.replace(TRACED, method="ar")
+    for prompt, out in zip(prompts, rf.generate(model, prompts[:4], config, trace=True), strict=False):
+        twin = autoregressive.decode(data.model, prompt, max_new_tokens=24, first="mask", slot_size=4)
+        check_trace(out, list(enumerate(twin.token_ids)))
+
+
+def check_trace(out: rf.Generation, committed: list[tuple[int, int]]) -> None:
+    """Steps taken one by one commit what the twin does, and the statistics count them."""
     events = out.trace
     assert events is not None
-    committed = [pair for event in events for pair in event["committed"]]
+    assert [pair for event in events for pair in event["committed"]] == committed
     assert len(committed) == out.stats.committed
-    kept = [(offset, token) for offset, token in committed if offset < len(out.token_ids)]
-    assert [token for _, token in sorted(kept)] == out.token_ids
-    assert [offset for offset, _ in kept] == out.commit_order
     counts = [sum(event["kind"] == kind for event in events) for kind in ("plan", "verify", "draft")]
     assert counts == [out.stats.plan_forwards, out.stats.verify_forwards, out.stats.draft_forwards]
     for event in events:
