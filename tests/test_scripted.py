@@ -123,7 +123,7 @@ def prompt_of(length: int) -> list[int]:
     return [2 + i % 4 for i in range(length)]
 
 
-few = hypothesis.settings(max_examples=40)
+few = hypothesis.settings(max_examples=60)
 
 
 def more(*sizes: Any) -> list[Any]:
@@ -136,7 +136,7 @@ def more(*sizes: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("slot_size", "block_size"),
-    [(2, 8), (3, 9), *more((1, 1), (1, 5), (2, 2), (4, 4), (4, 12), (5, 10), (6, 18), (8, 8), (4, 32), (16, 32))],
+    [(4, 8), (3, 9), *more((1, 1), (1, 5), (2, 2), (2, 8), (4, 4), (5, 10), (6, 18), (8, 8), (4, 32), (16, 32))],
 )
 @few
 @hypothesis.given(models(), lengths, thresholds)
@@ -330,6 +330,18 @@ def test_a_model_that_wants_to_write_masks_and_is_never_sure_enough_ends_without
     )
     method = methods(2, 8, threshold, threshold)[name]
     assert drive.decode(method, model, PROMPT, 13, CAPACITY).token_ids == [B] * 13
+
+
+@pytest.mark.parametrize("name", ["threshold", "official"])
+@pytest.mark.parametrize(("token_threshold", "passes"), [(0.5, False), (0.49, True)])
+def test_a_probability_equal_to_the_threshold_does_not_pass(name: str, token_threshold: float, passes: bool) -> None:
+    """Two tokens are equally probable everywhere; the lower id is drafted."""
+    model = ScriptedModel(
+        lambda token, position, visible: [-80, -80, 0, 0, -80, -80], vocabulary=6, mask_id=MASK, eos_id=EOS
+    )
+    out = drive.decode(methods(4, 8, 0.9, token_threshold)[name], model, [3], 4, CAPACITY)
+    assert out.token_ids == [A] * 4
+    assert (out.plan_forwards, out.verify_forwards, out.draft_forwards) == ((1, 1, 0) if passes else (1, 4, 3))
 
 
 @pytest.mark.parametrize(
