@@ -63,6 +63,7 @@ def test_answers_equal_the_sequential_process(
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 7, 32])
 def test_all_sizes_equal_the_sequential_process(batch_size: int) -> None:
+    """Traps D1, D3: alone or in a batch, up to the largest slots."""
     equal: list[bool] = []
     near_tie: list[bool] = []
     for sizes in [(4, 16), (4, 96), (8, 8), (8, 24), (8, 96), (16, 48), (32, 96)]:

@@ -218,13 +218,3 @@ def test_a_block_that_slots_do_not_divide_is_refused_with_what_would_do(model_na
         rf.DecodeConfig(block_size=20)
     with pytest.raises(ValueError, match="slot_size=8 does not divide block_size=4; try block_size 8"):
         rf.DecodeConfig(block_size=4)
-
-
-@pytest.mark.slow
-def test_no_answer_is_empty_in_a_batch_at_the_largest_slots(model: rf.Model, prompts: list[list[int]]) -> None:
-    """Trap D3."""
-    config = rf.DecodeConfig(max_new_tokens=64, slot_size=32, block_size=64)
-    together = rf.generate(model, prompts[:8], config, batch_size=8)
-    alone = rf.generate(model, prompts[:8], config, batch_size=1)
-    assert tokens(together) == tokens(alone)
-    assert all(out.text for out in alone)
