@@ -119,11 +119,12 @@ def test_more_devices_than_heads_are_refused_with_both_numbers() -> None:
 # --- the compiled loop --------------------------------------------------------------------------------------
 
 
-def compiled_loop(model: rf.Model, rows: int) -> tuple[jax.stages.Compiled, engine.State]:
+def compiled_loop(model: rf.Model, config: rf.DecodeConfig, capacity: int) -> tuple[jax.stages.Compiled, engine.State]:
+    """The loop over four rows; other tests run the same program."""
     tokens, lengths, budgets = put_rows(
-        (np.zeros((rows, 192), np.int32), np.full(rows, 80, np.int32), np.full(rows, 96, np.int32))
+        (np.zeros((4, capacity), np.int32), np.full(4, 80, np.int32), np.full(4, config.max_new_tokens, np.int32))
     )
-    method = method_of(model.config, CONFIG)
+    method = method_of(model.config, config)
     state = engine.begin(model.params, method, tokens, lengths, budgets, config=model.config, width=96)
     return engine.run.lower(model.params, method, state, jnp.int32(64), config=model.config).compile(), state
 
@@ -158,9 +159,10 @@ def largest(shapes: list[list[int]]) -> int:
 
 
 def test_the_loop_never_copies_the_cache() -> None:
-    check_cache_stays_where_it_is(*compiled_loop(rf.load(MODEL), rows=4))
+    config = rf.DecodeConfig(max_new_tokens=7, slot_size=4, block_size=4)
+    check_cache_stays_where_it_is(*compiled_loop(rf.load(MODEL), config, capacity=128))
 
 
 def test_the_loop_on_a_mesh_never_copies_or_sends_the_cache(mesh: jax.sharding.Mesh, sharded: rf.Model) -> None:
     with jax.set_mesh(mesh):
-        check_cache_stays_where_it_is(*compiled_loop(sharded, rows=4))
+        check_cache_stays_where_it_is(*compiled_loop(sharded, CONFIG, capacity=192))
