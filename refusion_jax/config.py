@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import numbers
 from typing import Literal
 
 OFFICIAL_SLOT_SIZES = (4, 8, 16, 32)
@@ -59,6 +59,8 @@ class ModelConfig:
         for token in self.eos_token_ids:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"eos token id {token} lies outside the vocabulary of {self.vocab_size}")
+            if token == self.mask_token_id:
+                raise ValueError(f"token id {token} is both the mask and an end of text; a mask is never written")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,13 +106,13 @@ class DecodeConfig:
             value = getattr(self, name)
             if value is None and name == "serial_num_blocks":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
                 raise ValueError(f"{name}={value!r} must be an integer")
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         for name in ("slot_threshold", "token_threshold"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value:
                 raise ValueError(f"{name}={value!r} is not a number")
         if self.compat is None and self.serial_num_blocks is not None:
             raise ValueError(f"serial_num_blocks={self.serial_num_blocks} belongs to compat='official'; set block_size")

@@ -22,13 +22,38 @@ Axes = tuple[Any, ...]  # of each dimension of an array: a mesh axis, several, o
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
-    """A mesh of data x fsdp x tensor devices with explicit axes."""
+    """A mesh of data x fsdp x tensor devices with explicit axes (ValueError if it cannot be made)."""
+    sizes = (data, fsdp, tensor)
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise ValueError(
+            f"a mesh of data={data!r}, fsdp={fsdp!r}, tensor={tensor!r}: each must be an integer, at least 1"
+        )
+    if data * fsdp * tensor > jax.device_count():
+        raise ValueError(
+            f"a mesh of data={data}, fsdp={fsdp}, tensor={tensor} needs {data * fsdp * tensor} devices, and there are "
+            f"{jax.device_count()}"
+        )
     return jax.make_mesh((data, fsdp, tensor), AXES, (AxisType.Explicit,) * 3)
 
 
 def has_mesh() -> bool:
     """Whether a mesh is current."""
     return not jax.sharding.get_abstract_mesh().empty
+
+
+def check_mesh(params: Any) -> None:
+    """Raise ValueError unless the current mesh, if any, is one of ours, and ``params`` lie on it or on one device."""
+    mesh = jax.sharding.get_mesh()
+    if not mesh.empty and (mesh.axis_names != AXES or any(t != AxisType.Explicit for t in mesh.axis_types)):
+        raise ValueError(f"the current mesh has the axes {mesh.axis_names}; set one that make_mesh gives")
+    for leaf in jax.tree.leaves(params):
+        theirs = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if theirs is not None and theirs.size > 1 and theirs != mesh:
+            here = "no mesh is current" if mesh.empty else f"the current mesh is {dict(mesh.shape)}"
+            raise ValueError(
+                f"the parameters lie on the mesh {dict(theirs.shape)} and {here}: use the model under jax.set_mesh of "
+                "the mesh that it was loaded on"
+            )
 
 
 def row_shards() -> int:

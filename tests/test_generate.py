@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -231,3 +232,44 @@ def test_bfloat16_turns_few_answers(prompts: list[list[int]], options: dict[str,
     turned = [row for row, out in enumerate(outs) if out.token_ids != twin[row][twin[row] >= 0].tolist()]
     print(f"bfloat16 turns {len(turned)} of 64 answers: {turned}")
     assert len(turned) <= 3
+
+
+# --- what is not a model, a mesh or a number -----------------------------------------------------------------
+
+
+def test_a_model_without_its_mesh_or_on_another_one_is_refused(model_dir: Any, four: list[list[int]]) -> None:
+    with jax.set_mesh(rf.make_mesh(4, 1, 2)):
+        sharded = rf.load(model_dir)
+    with pytest.raises(ValueError, match="no mesh is current"):
+        rf.generate(sharded, four, AR)
+    with jax.set_mesh(rf.make_mesh(2, 1, 2)), pytest.raises(ValueError, match=r"the current mesh is {'data': 2"):
+        rf.generate(sharded, four, AR)
+    with (
+        jax.set_mesh(jax.make_mesh((8,), ("x",), (jax.sharding.AxisType.Explicit,))),
+        pytest.raises(ValueError, match="set one that make_mesh gives"),
+    ):
+        rf.load(model_dir)
+
+
+def test_a_mesh_that_cannot_be_made_is_refused(model_name: str) -> None:
+    with pytest.raises(ValueError, match="needs 16 devices, and there are 8"):
+        rf.make_mesh(8, 1, 2)
+    with pytest.raises(ValueError, match="at least 1"):
+        rf.make_mesh(0)
+
+
+def test_weights_that_are_no_numbers_are_said_to_be_so(model: rf.Model, four: list[list[int]]) -> None:
+    """A bad training step must not decode to rows of token 0."""
+    broken = model.replace(params={**model.params, "final_norm": model.params["final_norm"] * np.nan})
+    with pytest.raises(ValueError, match="NaN"):
+        rf.generate(broken, four, AR)
+
+
+def test_a_mask_that_ends_the_text_is_refused(model: rf.Model) -> None:
+    with pytest.raises(ValueError, match="both the mask and an end of text"):
+        changed(model, eos_token_ids=(EOS, MASK))
+
+
+def test_numpy_numbers_are_numbers(model: rf.Model, four: list[list[int]], base: list[rf.Generation]) -> None:
+    config = dataclasses.replace(AR, max_new_tokens=np.int64(16), slot_threshold=np.float32(0.5))
+    assert tokens(rf.generate(model, four, config, batch_size=np.int32(4))) == tokens(base)

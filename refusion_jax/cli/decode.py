@@ -91,6 +91,7 @@ class _Preset:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Decode as ``args`` (of the process, if None) ask for. Returns the exit code."""
+    of_process = args is None
     args = sys.argv[1:] if args is None else args
     try:
         with warnings_in_one_line():
@@ -100,7 +101,9 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted", file=sys.stderr, flush=True)
+        if of_process:
+            os._exit(130)  # what runs on the device would outlive the interpreter, and crash it
         return 130
     except BrokenPipeError:  # the reader of the output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again when it flushes
@@ -118,7 +121,10 @@ def run(args: Sequence[str]) -> None:
     model = load_model(options)
     prompts = encode_prompts(model, lines, options.decoding)
 
-    print(f"{options.model or 'bundled model'}, {len(lines)} prompts from {name}", file=sys.stderr)
+    print(
+        f"{'bundled model' if options.model is None else options.model}, {len(lines)} prompts from {name}",
+        file=sys.stderr,
+    )
     start = time.perf_counter()
     with compiling() as spans, tqdm.tqdm(total=len(lines), unit="prompt", leave=False, disable=None) as bar:
         answers = decode(model, prompts, options, on_progress=lambda batch: bar.update(len(batch)))
@@ -150,7 +156,7 @@ def read_preset(name: str) -> DecodeConfig:
         raise UserError(f"there is no preset {name!r}: give one of {', '.join(PRESETS)}, or a Python file")
     try:
         config = runpy.run_path(name)["get_config"]()
-    except Exception as error:  # whatever the file runs into
+    except (Exception, SystemExit) as error:  # whatever the file runs into
         raise UserError(f"--preset {name} gives no settings: {type(error).__name__}: {error}") from error
     if not isinstance(config, DecodeConfig):
         raise UserError(f"--preset {name}: get_config() must return a DecodeConfig, not {config!r}")
@@ -202,7 +208,7 @@ def _is_piped(file: IO[str] | None) -> bool:
 def load_model(options: Options) -> Model:
     """The checkpoint. Raises UserError, also where it cannot be decoded in the way asked for."""
     try:
-        model = load(options.model or ASSETS / "model", dtype=options.dtype)
+        model = load(ASSETS / "model" if options.model is None else options.model, dtype=options.dtype)
         method_of(model.config, options.decoding)
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -225,7 +231,7 @@ def encode_prompts(model: Model, lines: Sequence[Line], config: DecodeConfig) ->
 def decode(
     model: Model, prompts: list[list[int]], options: Options, on_progress: Callable[[list[Generation]], None]
 ) -> list[Generation]:
-    """The answers. Raises UserError if there is not enough memory."""
+    """The answers. Raises UserError if there is not enough memory, or the weights give no numbers."""
     try:
         return generate(
             model,
@@ -235,6 +241,8 @@ def decode(
             trace=options.trace,
             on_progress=on_progress,
         )
+    except ValueError as error:
+        raise UserError(str(error)) from error
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

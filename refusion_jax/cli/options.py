@@ -26,6 +26,7 @@ SENTENCES = (
     (r"invalid choice (.*) for argument '(.*?)'\. Expected one of \((.*?),?\)\.", r"\2 must be one of \3, not \1"),
     (r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", r"\1 must be an integer, not \2"),
     (r"Error parsing (\S+): could not convert string to float: (.*)", r"\1 must be a number, not \2"),
+    (r"Error parsing Options: (.*)", r"\1"),
     (r"Error parsing (\S+): no type matching \{None\}\|INT .* from \[(.*?)\].*", r"\1 must be an integer, not \2"),
 )
 

@@ -28,6 +28,8 @@ def check_output(output: str, source: IO[Any]) -> None:
       source: what the prompts are read from, which must not be overwritten.
     """
     if output == STDOUT:
+        if sys.stdout is None:
+            raise UserError("standard output is closed; give --output FILE")
         return
     path = Path(output)
     try:

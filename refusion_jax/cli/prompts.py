@@ -57,6 +57,7 @@ def _fields(raw: bytes) -> dict[str, Any]:
         fields = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_json)
     except json.JSONDecodeError as error:
         reason = error.msg[0].lower() + error.msg[1:]
+        reason = reason.removesuffix(" at")
         raise ValueError(f"not JSON, {reason} at character {error.pos + 1}; every line is one whole object") from None
     except RecursionError:
         raise ValueError("too deeply nested") from None

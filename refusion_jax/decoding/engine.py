@@ -59,6 +59,7 @@ class State(flax.struct.PyTreeNode):
     rows: Any  # a Row of the method, every field with a leading [B]
     cache: KVCache
     step: jax.Array  # int32: forward passes so far
+    finite: jax.Array  # bool: no logit was NaN so far
 
 
 def widths(entries: int) -> list[int]:
@@ -139,7 +140,8 @@ def begin(
 ) -> State:
     """Every prompt cached, before the first step."""
     cache = prefill(params, tokens, lengths, config=config, width=width)
-    return State(init_rows(method, tokens, lengths, budgets), cache, jnp.zeros((), jnp.int32))
+    rows = init_rows(method, tokens, lengths, budgets)
+    return State(rows, cache, jnp.zeros((), jnp.int32), jnp.ones((), bool))
 
 
 class Pass(NamedTuple):
@@ -201,7 +203,8 @@ def advance(params: Params, config: ModelConfig, method: Method, state: State) -
     shared = (method, out.width, state.step)
     rows, positions, stored, report = per_row(update)(shared, state.rows, window, out.scores, out.went)
     cache = kv.commit(state.cache, out.keys, out.values, positions, stored)
-    return State(rows, cache, state.step + 1), report
+    finite = state.finite & ~jnp.any(jnp.isnan(out.scores.logprob))
+    return State(rows, cache, state.step + 1, finite), report
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import reprlib
 import time
 import warnings
@@ -22,7 +23,7 @@ from refusion_jax.decoding.threshold import Threshold
 from refusion_jax.decoding.trace import record
 from refusion_jax.model import Model
 from refusion_jax.model.tokenizer import Tokenizer
-from refusion_jax.sharding import put_rows, row_shards
+from refusion_jax.sharding import check_mesh, put_rows, row_shards
 
 Prompt = str | Sequence[int] | np.ndarray | jax.Array | Sequence[Mapping[str, Any]]
 """Plain text, token ids, or chat messages ({"role": ..., "content": ...})."""
@@ -88,9 +89,20 @@ def generate(
       ValueError: the model cannot be decoded in this way, or a prompt is empty, too long, holds the mask token or an
         id outside the vocabulary. All prompts are checked before anything is compiled.
     """
-    config = config or DecodeConfig()
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size={batch_size!r} must be an integer of at least 1")
+    config = DecodeConfig() if config is None else config
+    if not isinstance(model, Model) or not isinstance(config, DecodeConfig):
+        raise ValueError(
+            "generate takes what load returns and a DecodeConfig, not "
+            f"{type(model).__name__} and {type(config).__name__}"
+        )
+    if jnp.asarray(0).dtype != jnp.int32:
+        raise ValueError("decoding counts in 32 bits: turn jax_enable_x64 off for it")
+    check_mesh(model.params)
+    if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__"):
+        raise ValueError(f"batch_size={batch_size!r} must be an integer")
+    batch_size = operator.index(batch_size)
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1")
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts must be a list of prompts, not {reprlib.repr(prompts)}; put a single one in a list")
     method = method_of(model.config, config)
@@ -155,7 +167,7 @@ def encode(model: Model, prompt: Prompt, config: DecodeConfig, name: str) -> lis
         prompt = np.asarray(prompt).tolist()
     if isinstance(prompt, Mapping):
         raise ValueError(f"{name} is a single message; a chat is a list of messages: put it in a list of its own")
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise ValueError(f"{name} is {reprlib.repr(prompt)}; give text, a list of token ids or a list of chat messages")
     ids: Sequence[int]
     try:
@@ -232,7 +244,9 @@ def decode_batch(
         else:
             until = jnp.asarray(min(step + STEPS_PER_CALL, limit), jnp.int32)
             state = engine.run(model.params, method, state, until, config=model.config)
-        finished_at, step = jax.device_get((state.rows.finished_at, state.step))
+        finished_at, step, finite = jax.device_get((state.rows.finished_at, state.step, state.finite))
+        if not finite:
+            raise ValueError("the model gives logits that are no numbers (NaN): its weights are damaged, or overflow")
         now = time.perf_counter() - started
         ended = finished_at > before
         # Inside one call, steps are taken to be equally long.

@@ -40,8 +40,12 @@ class Model:
             raise ValueError(f"the new params lack {', '.join(missing)}")
         if extra := sorted(theirs.keys() - ours.keys()):
             raise ValueError(f"the new params have {', '.join(extra)}, which this model does not know")
+        if str(jax.tree.structure(self.params)) != str(jax.tree.structure(params)):
+            raise ValueError("the new params have the names of this model's, but are nested in another way")
         for name, old in ours.items():
             new = theirs[name]
+            if not isinstance(new, jax.Array) or new.is_deleted():
+                raise ValueError(f"parameter {name} of the new params is no jax.Array, or was deleted by donation")
             if (old.shape, old.dtype) != (new.shape, new.dtype):
                 raise ValueError(
                     f"parameter {name} of the new params is {new.dtype}{list(new.shape)}, "

@@ -36,7 +36,7 @@ from refusion_jax.model.hf_config import (
 )
 from refusion_jax.model.tokenizer import Tokenizer
 from refusion_jax.model.transformer import PARAMETER_AXES, Params, flatten, unflatten
-from refusion_jax.sharding import place
+from refusion_jax.sharding import check_mesh, place
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -110,6 +110,7 @@ def load(source: str | os.PathLike[str], *, dtype: Literal["auto", "float32", "b
         files = _read_files(directory)
         tokenizer = Tokenizer.load(directory)
         config = dataclasses.replace(read_config(files, tokenizer), dtype=dtype)
+        check_mesh(())
         _check_mesh(config)
         with _open(directory) as tensors:
             _check_tensors(tensors, config)
@@ -262,6 +263,8 @@ def _lost_tensor(path: Path) -> str | None:
 
 def _check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
     """Raise ValueError unless the checkpoint has the tensors that ``config`` asks for, and no others."""
+    if config.num_layers > len(tensors):
+        raise ValueError(f"{CONFIG} has {config.num_layers} layers, and there are only {len(tensors)} tensors")
     lines = {name: line for line in _table(config) for name in line.names(config)}
     if missing := [name for name in lines if name not in tensors]:
         shape = list(_shape(lines[missing[0]].stored, config))

@@ -248,12 +248,14 @@ def _is_integer(value: object) -> bool:
 def read_json(content: bytes, name: str) -> dict[str, Any]:
     """The JSON object that ``content`` of the file ``name`` holds; ValueError where it holds none."""
     try:
-        value = json.loads(content)
+        value = json.loads(content.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text; byte {error.start} cannot be read") from error
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"{name} is not valid JSON: {error.msg} in {where}") from error
+    except RecursionError:
+        raise ValueError(f"{name} is nested too deeply to be read") from None
     if not isinstance(value, dict):
         raise ValueError(f"{name} must hold a JSON object, not a {type(value).__name__}")
     return value

@@ -53,7 +53,7 @@ class Tokenizer:
         try:
             tokenizer = reader.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises bare Exception
-            raise ValueError(f"the tokenizer files cannot be read: {error}") from error
+            raise ValueError(f"the tokenizer files cannot be read: {error} (one of {', '.join(files)})") from error
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         return cls(files, tokenizer)
