@@ -33,11 +33,8 @@ import refusion_jax as rf
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"
 NEW = 96
-BATCHES = {
-    1: [(8, 24), (4, 16), (8, 8), (8, 48), (8, 96), (16, 96), (32, 96)],
-    8: [(8, 24), (4, 16)],
-    32: [(8, 24), (4, 16)],
-}
+ALONE = [(8, 24), (4, 16), (8, 8), (4, 24), (4, 96), (8, 48), (8, 96), (16, 96), (32, 96)]
+BATCHES = {1: ALONE, 8: [(8, 24), (4, 16)], 32: [(8, 24), (4, 16)]}
 HELD = [(8, 24), (4, 16)]  # the settings that are held to a floor, at batch 1
 
 

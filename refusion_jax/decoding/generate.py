@@ -134,7 +134,7 @@ def method_of(model: ModelConfig, config: DecodeConfig) -> engine.Method:
     if not model.eos_token_ids:
         raise ValueError("this model has no end-of-text token: add eos_token_id to its config.json")
     if config.method == "ar" and config.ar_first == "token":
-        return Autoregressive(config.slot_size, None, model.eos_token_ids)
+        return Autoregressive(1, None, model.eos_token_ids)
     assert mask is not None
     if config.slot_size not in model.slot_sizes:
         warnings.warn(
