@@ -90,6 +90,22 @@ def generate(
         id outside the vocabulary. All prompts are checked before anything is compiled.
     """
     config = DecodeConfig() if config is None else config
+    check_arguments(model, prompts, config, batch_size)
+    method = method_of(model.config, config)
+    encoded = [encode(model, prompt, config, f"prompt {number}") for number, prompt in enumerate(prompts)]
+    rows = min(operator.index(batch_size), len(encoded))
+    rows += -rows % row_shards()
+    answers: list[Generation] = []
+    for first in range(0, len(encoded), rows or 1):
+        batch = decode_batch(model, method, encoded[first : first + rows], rows, config, trace)
+        answers += batch
+        if on_progress is not None:
+            on_progress(batch)
+    return answers
+
+
+def check_arguments(model: Any, prompts: Any, config: Any, batch_size: Any) -> None:
+    """Raise ValueError if an argument of ``generate`` is of the wrong kind."""
     if not isinstance(model, Model) or not isinstance(config, DecodeConfig):
         raise ValueError(
             "generate takes what load returns and a DecodeConfig, not "
@@ -100,22 +116,10 @@ def generate(
     check_mesh(model.params)
     if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__"):
         raise ValueError(f"batch_size={batch_size!r} must be an integer")
-    batch_size = operator.index(batch_size)
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts must be a list of prompts, not {reprlib.repr(prompts)}; put a single one in a list")
-    method = method_of(model.config, config)
-    encoded = [encode(model, prompt, config, f"prompt {number}") for number, prompt in enumerate(prompts)]
-    rows = min(batch_size, len(encoded))
-    rows += -rows % row_shards()
-    answers: list[Generation] = []
-    for first in range(0, len(encoded), rows or 1):
-        batch = decode_batch(model, method, encoded[first : first + rows], rows, config, trace)
-        answers += batch
-        if on_progress is not None:
-            on_progress(batch)
-    return answers
 
 
 def method_of(model: ModelConfig, config: DecodeConfig) -> engine.Method:
