@@ -153,7 +153,6 @@ def method_of(model: ModelConfig, config: DecodeConfig) -> engine.Method:
     if config.compat is None and config.verify == "exact":
         return Exact(slot_threshold, config.slot_size, block, mask, model.eos_token_ids)
     official = config.compat == "official"
-    eos = model.eos_token_ids[:1] if official else model.eos_token_ids
     token_threshold = jnp.asarray(config.token_threshold, jnp.float32)
     lost = -(-config.max_new_tokens // config.slot_size) * config.slot_size - config.blocks()[1]
     if official and lost:
@@ -162,7 +161,14 @@ def method_of(model: ModelConfig, config: DecodeConfig) -> engine.Method:
             f"{block} tokens in each leave them over",
             stacklevel=3,
         )
-    return Threshold(slot_threshold, token_threshold, config.slot_size, block, mask, eos, official=official)
+    return Threshold(
+        slot_threshold, token_threshold, config.slot_size, block, mask, eos_of(model, config), official=official
+    )
+
+
+def eos_of(model: ModelConfig, config: DecodeConfig) -> tuple[int, ...]:
+    """The ids that end a text; the official code knows one alone."""
+    return model.eos_token_ids[:1] if config.compat == "official" else model.eos_token_ids
 
 
 def encode(model: Model, prompt: Prompt, config: DecodeConfig, name: str) -> list[int]:
@@ -289,7 +295,7 @@ def generation(
     official = config.compat == "official"
     kept = written if official else written[written < row.end]
     ids = [int(token) for token in row.tokens[kept]]
-    ends = [place for place, token in enumerate(ids) if token in model.config.eos_token_ids]
+    ends = [place for place, token in enumerate(ids) if token in eos_of(model.config, config)]
     plan, verify, draft = (int(count) for count in row.forwards)
     stats = Stats(
         tokens=ends[0] + 1 if ends else len(ids),
