@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's twins are small: more threads wait for each other
@@ -68,3 +70,13 @@ def data(model_name: str) -> golden.Golden:
 def prompts(data: golden.Golden) -> list[list[int]]:
     """The 64 golden prompts as token ids: 79 to 85 of them."""
     return [prompt.prompt_ids for prompt in data.prompts]
+
+
+@pytest.fixture(autouse=True)
+def few_programs_in_memory() -> Iterator[None]:
+    """A compiled program takes hundreds of the 65,530 memory maps that Linux grants a process; beyond, XLA aborts."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
