@@ -114,17 +114,8 @@ def start_up() -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder, "prompts.jsonl")
         prompts.write_text(json.dumps({"prompt_ids": golden()["prompts"][0]["prompt_ids"]}) + "\n")
-        command = [sys.executable, "-m", "refusion_jax.cli.decode", "--model", str(GOLDEN / "modelA")]
-        command += [
-            "--prompts",
-            str(prompts),
-            "--output",
-            os.devnull,
-            "--block-size",
-            "24",
-            "--max-new-tokens",
-            str(NEW),
-        ]
+        command = [sys.executable, str(ROOT / "decode.py"), "--model", str(GOLDEN / "modelA")]
+        command += ["--prompts", str(prompts), "--block-size", "24", "--max-new-tokens", str(NEW)]
         environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(Path(folder, "cache"))}
         seconds = []
         for _ in range(2):

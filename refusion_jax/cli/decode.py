@@ -345,3 +345,7 @@ def warnings_in_one_line() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show  # type: ignore[assignment]
         yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())
