@@ -1,0 +1,311 @@
+"""The bundled task: worksheets of small jobs, endless, and checkable to the token.
+
+    python -m refusion_jax.data.worksheet --split test --seed 1 --count 500 --output FILE.jsonl
+
+A query lists jobs, separated by " ; "; the response does them in order. Every number and word is one token.
+
+    query     add 7 8 ; chain 3 4 2 9 ; echo 2 ; last
+    response  7 + 8 = 15 ; 3 7 9 8 ; 3 7 9 8 ; 15 8 8 done
+
+    job            its answer                                  it depends on
+    add 7 8        7 + 8 = 15                                  the query (digits)
+    copy lamp fish lamp fish                                   the query
+    next 41 7      42 8                                        the query (numbers up to 98)
+    chain 3 4 2 9  3 7 9 8, the running sum modulo 10          the query, each step on the one before
+    sort 52 7 31   7 31 52                                     the query, each step on those before
+    echo 2         the answer of job 2                         an earlier answer
+    last           the last token of every answer, and done    all the answers; it always ends the worksheet
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from refusion_jax.cli.options import UserError, parse
+from refusion_jax.cli.output import STDOUT, check_output, write_output
+from refusion_jax.model.tokenizer import Tokenizer
+
+Split = Literal["train", "validation", "test"]
+
+SHARES: dict[str, range] = {"train": range(8), "validation": range(8, 9), "test": range(9, 10)}
+"""The tenths of all queries that belong to each split."""
+
+# How worksheets are drawn; an entry that stands twice is drawn twice as often. Job counts are without ``last``.
+KINDS = ("echo", "echo", "add", "copy", "copy", "next", "next", "chain", "chain", "sort")
+JOB_COUNTS = (2, 3, 4, 4, 5, 5, 5, 5, 5)
+OPERANDS = range(9, 16)
+SORT_OPERANDS = range(2, 7)
+# One worksheet of every eight is short: its answer has fewer than 12 tokens.
+SHORT_EVERY = 8
+SHORT_TOKENS = 12
+SHORT_JOB_COUNTS = (1, 2)
+SHORT_OPERANDS = range(1, 7)
+
+# fmt: off
+WORDS = (
+    "lamp", "fish", "road", "tree", "bird", "ship", "rain", "wind", "moon", "star", "lake", "hill", "rock", "sand",
+    "gold", "iron", "salt", "milk", "corn", "rice", "cake", "soup", "bell", "drum", "flag", "boat", "door", "wall",
+    "roof", "room", "desk", "book", "page", "bear", "wolf", "deer", "frog", "goat", "duck", "crow", "leaf", "root",
+    "seed", "rose", "fern", "moss", "wood", "coal", "wool", "silk", "rope", "knot", "ring", "coin", "cart", "gate",
+    "path", "farm", "town", "king", "cook", "poet", "hand", "foot", "face", "hair", "coat", "shoe", "belt", "game",
+    "song", "tale", "fire", "snow", "dust", "wave", "cave", "reef", "red", "blue", "pink", "gray", "big", "tall",
+    "wide", "thin", "warm", "cold", "soft", "hard", "fast", "slow", "loud", "calm", "dark", "pale", "rich", "wise",
+    "kind", "bold",
+)
+# fmt: on
+
+PAD, EOS, BOS, MASK, USER, ASSISTANT, UNKNOWN = SPECIAL_TOKENS = (
+    "<|pad|>",
+    "<|im_end|>",
+    "<|bos|>",
+    "<|mask|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|unk|>",
+)
+VOCABULARY = (
+    *SPECIAL_TOKENS,
+    *(str(number) for number in range(100)),
+    *(";", "+", "=", "done"),
+    *("add", "copy", "next", "chain", "sort", "echo", "last"),
+    *WORDS,
+)
+"""All tokens, by id."""
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}{{ '<|user|> ' + message.content + ' ' }}
+{%- elif message.role == 'assistant' -%}{{ '<|assistant|> ' + message.content + ' <|im_end|> ' }}
+{%- else -%}{{ raise_exception('there are only the roles user and assistant, not ' + message.role) }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
+"""
+
+
+def example(split: str, seed: int, index: int) -> dict[str, str]:
+    """Worksheet number ``index`` of an endless sequence, a pure function of the arguments.
+
+    Worksheets are drawn until one belongs to the split, which is a matter of its query alone: no query is in two
+    splits, whatever their seeds.
+
+    Returns:
+      {"query": str, "response": str}
+
+    Raises:
+      ValueError: there is no such split.
+    """
+    if split not in SHARES:
+        raise ValueError(f"there is no split {split!r}; choose one of {', '.join(SHARES)}")
+    share = SHARES[split]
+    short = index % SHORT_EVERY == _hash(f"{split} {seed} {index // SHORT_EVERY}") % SHORT_EVERY
+    uniform = random.Random(_hash(f"{split} {seed} {index}.")).random
+    while True:
+        query, response = _draw_worksheet(uniform, short)
+        if _hash(query) % 10 in share and not (short and response.count(" ") + 1 >= SHORT_TOKENS):
+            return {"query": query, "response": response}
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+T = TypeVar("T")
+
+# Of the random module only ``random()`` is promised to give the same numbers in every version of Python.
+Uniform = Callable[[], float]
+
+
+def _draw_worksheet(uniform: Uniform, short: bool) -> tuple[str, str]:
+    """A query and its response."""
+    queries: list[str] = []
+    answers: list[list[str]] = []
+    for _ in range(_choice(uniform, SHORT_JOB_COUNTS if short else JOB_COUNTS)):
+        kind = _choice(uniform, KINDS)
+        while kind == "echo" and not answers:
+            kind = _choice(uniform, KINDS)
+        if kind == "echo":
+            job = int(uniform() * len(answers))
+            operands, answer = [str(job + 1)], answers[job]
+        else:
+            count = _choice(uniform, SORT_OPERANDS if kind == "sort" else SHORT_OPERANDS if short else OPERANDS)
+            operands, answer = _draw_job(uniform, kind, count)
+        queries.append(f"{kind} {' '.join(operands)}")
+        answers.append(answer)
+    answers.append([*(answer[-1] for answer in answers), "done"])
+    return " ; ".join([*queries, "last"]), " ; ".join(map(" ".join, answers))
+
+
+def _draw_job(uniform: Uniform, kind: str, count: int) -> tuple[list[str], list[str]]:
+    """Operands and answer of a job. The answer comes first where it can, so that ``solve`` is another way."""
+    if kind == "add":
+        a, b = _integers(uniform, 10, 2)
+        return [str(a), str(b)], [str(a), "+", str(b), "=", str(a + b)]
+    if kind == "copy":
+        words = [WORDS[number] for number in _integers(uniform, len(WORDS), count)]
+        return words, words
+    if kind == "next":
+        numbers = _integers(uniform, 99, count)
+        return [str(number) for number in numbers], [str(number + 1) for number in numbers]
+    if kind == "chain":
+        sums = _integers(uniform, 10, count)
+        steps = [(after - before) % 10 for before, after in itertools.pairwise([0, *sums])]
+        return [str(step) for step in steps], [str(total) for total in sums]
+    numbers = _integers(uniform, 100, count)
+    while len(set(numbers)) < count:
+        numbers = _integers(uniform, 100, count)
+    return [str(number) for number in numbers], [str(number) for number in sorted(numbers)]
+
+
+def _integers(uniform: Uniform, below: int, count: int) -> list[int]:
+    return [int(uniform() * below) for _ in range(count)]
+
+
+def _choice(uniform: Uniform, among: Sequence[T]) -> T:
+    return among[int(uniform() * len(among))]
+
+
+def is_right(query: str, answer: str) -> bool:
+    """Whether ``answer`` is the right one, token by token; space around it does not matter.
+
+    Raises:
+      ValueError: the query is not a worksheet.
+    """
+    return answer.strip() == solve(query)
+
+
+def solve(query: str) -> str:
+    """The right answer, computed from the query.
+
+    Raises:
+      ValueError: the query is not a worksheet.
+    """
+    *jobs, final = query.strip().split(" ; ")
+    if final != "last" or not jobs:
+        raise ValueError(f"{query!r} is no worksheet: it must be one or more jobs and then last, separated by ' ; '")
+    answers: list[str] = []
+    for job in jobs:
+        answers.append(_solve_job(job, answers))
+    return " ; ".join([*answers, " ".join([*(answer.split()[-1] for answer in answers), "done"])])
+
+
+def _solve_job(job: str, answers: Sequence[str]) -> str:
+    kind, *operands = job.split(" ")
+    if kind == "add":
+        a, b = _numbers(job, operands, range(10), count=2)
+        return f"{a} + {b} = {a + b}"
+    if kind == "copy":
+        for word in operands:
+            if word not in WORDS:
+                raise ValueError(f"{job!r} is no job of a worksheet: {word!r} is not one of its words")
+        return " ".join(operands)
+    if kind == "next":
+        return " ".join(str(number + 1) for number in _numbers(job, operands, range(99)))
+    if kind == "chain":
+        return " ".join(str(total % 10) for total in itertools.accumulate(_numbers(job, operands, range(10))))
+    if kind == "sort":
+        return " ".join(map(str, sorted(_numbers(job, operands, range(100)))))
+    if kind == "echo":
+        (number,) = _numbers(job, operands, range(1, len(answers) + 1), count=1)
+        return answers[number - 1]
+    raise ValueError(f"{job!r} is no job of a worksheet: there is no kind {kind!r}")
+
+
+def _numbers(job: str, operands: Sequence[str], allowed: range, count: int | None = None) -> list[int]:
+    if count is not None and len(operands) != count or not operands:
+        raise ValueError(f"{job!r} is no job of a worksheet: it must have {count or 'one or more'} operands")
+    texts = [str(number) for number in allowed]
+    for operand in operands:
+        if operand not in texts:
+            raise ValueError(
+                f"{job!r} is no job of a worksheet: {operand!r} is not a number from {allowed.start} to {allowed.stop - 1}"
+            )
+    return [int(operand) for operand in operands]
+
+
+def tokenizer_files() -> dict[str, bytes]:
+    """The files of a Hugging Face tokenizer in which every word and number is one token, by name."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN)
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "eos_token": EOS,
+        "bos_token": BOS,
+        "mask_token": MASK,
+        "unk_token": UNKNOWN,
+        "additional_special_tokens": [USER, ASSISTANT],
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        "tokenizer.json": (tokenizer.to_str(pretty=True) + "\n").encode(),
+        "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode(),
+        "chat_template.jinja": CHAT_TEMPLATE.encode(),
+    }
+
+
+def tokenizer() -> Tokenizer:
+    """The tokenizer that ``tokenizer_files`` describes."""
+    with tempfile.TemporaryDirectory() as directory:
+        for name, content in tokenizer_files().items():
+            Path(directory, name).write_bytes(content)
+        loaded = Tokenizer.load(directory)
+    assert loaded is not None
+    return loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Write worksheets as JSON lines {"query", "response"}."""
+
+    split: Split = "train"
+    """Splits never share a query."""
+    seed: int = 0
+    """Another seed gives other worksheets."""
+    count: int = 1000
+    """How many worksheets."""
+    output: str = STDOUT
+    """File to write, or - for standard output."""
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"--count must be at least 1, not {self.count}")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Write the worksheets that ``args`` (of the process, if None) ask for. Returns the exit code."""
+    try:
+        options = parse(Options, sys.argv[1:] if args is None else args, Options())
+        check_output(options.output, io.BytesIO())
+        worksheets = (example(options.split, options.seed, index) for index in range(options.count))
+        write_output(options.output, (f"{json.dumps(worksheet)}\n".encode() for worksheet in worksheets))
+        return 0
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of the output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again when it flushes
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
