@@ -7,14 +7,14 @@ A query lists jobs, separated by " ; "; the response does them in order. Every n
     query     add 7 8 ; chain 3 4 2 9 ; echo 2 ; last
     response  7 + 8 = 15 ; 3 7 9 8 ; 3 7 9 8 ; 15 8 8 done
 
-    job            its answer                                  it depends on
-    add 7 8        7 + 8 = 15                                  the query (digits)
-    copy lamp fish lamp fish                                   the query
-    next 41 7      42 8                                        the query (numbers up to 98)
-    chain 3 4 2 9  3 7 9 8, the running sum modulo 10          the query, each step on the one before
-    sort 52 7 31   7 31 52                                     the query, each step on those before
-    echo 2         the answer of job 2                         an earlier answer
-    last           the last token of every answer, and done    all the answers; it always ends the worksheet
+    job             answer                                    depends on
+    add 7 8         7 + 8 = 15                                the query (two digits)
+    copy lamp fish  the words                                 the query
+    next 41 7       42 8                                      the query (numbers to 98)
+    chain 3 4 2 9   3 7 9 8, the running sum modulo 10        the query, each step on the one before (digits)
+    sort 52 7 31    7 31 52                                   the query, each step on those before
+    echo 2          the answer of job 2                       an earlier answer, perhaps an echo itself
+    last            the last token of every answer, and done  all answers (it ends every worksheet)
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ from refusion_jax.cli.options import UserError, parse
 from refusion_jax.cli.output import STDOUT, check_output, write_output
 from refusion_jax.model.tokenizer import Tokenizer
 
+T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
+# Of a random.Random only random() is promised to give the same numbers in every version of Python.
+Uniform = Callable[[], float]
 
 SHARES: dict[str, range] = {"train": range(8), "validation": range(8, 9), "test": range(9, 10)}
 """The tenths of all queries that belong to each split."""
@@ -52,6 +55,7 @@ SHORT_TOKENS = 12
 SHORT_JOB_COUNTS = (1, 2)
 SHORT_OPERANDS = range(1, 7)
 
+NUMBERS = tuple(str(number) for number in range(100))
 # fmt: off
 WORDS = (
     "lamp", "fish", "road", "tree", "bird", "ship", "rain", "wind", "moon", "star", "lake", "hill", "rock", "sand",
@@ -76,7 +80,7 @@ PAD, EOS, BOS, MASK, USER, ASSISTANT, UNKNOWN = SPECIAL_TOKENS = (
 )
 VOCABULARY = (
     *SPECIAL_TOKENS,
-    *(str(number) for number in range(100)),
+    *NUMBERS,
     *(";", "+", "=", "done"),
     *("add", "copy", "next", "chain", "sort", "echo", "last"),
     *WORDS,
@@ -121,12 +125,6 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-T = TypeVar("T")
-
-# Of the random module only ``random()`` is promised to give the same numbers in every version of Python.
-Uniform = Callable[[], float]
-
-
 def _draw_worksheet(uniform: Uniform, short: bool) -> tuple[str, str]:
     """A query and its response."""
     queries: list[str] = []
@@ -137,7 +135,7 @@ def _draw_worksheet(uniform: Uniform, short: bool) -> tuple[str, str]:
             kind = _choice(uniform, KINDS)
         if kind == "echo":
             job = int(uniform() * len(answers))
-            operands, answer = [str(job + 1)], answers[job]
+            operands, answer = [NUMBERS[job + 1]], answers[job]
         else:
             count = _choice(uniform, SORT_OPERANDS if kind == "sort" else SHORT_OPERANDS if short else OPERANDS)
             operands, answer = _draw_job(uniform, kind, count)
@@ -151,21 +149,21 @@ def _draw_job(uniform: Uniform, kind: str, count: int) -> tuple[list[str], list[
     """Operands and answer of a job. The answer comes first where it can, so that ``solve`` is another way."""
     if kind == "add":
         a, b = _integers(uniform, 10, 2)
-        return [str(a), str(b)], [str(a), "+", str(b), "=", str(a + b)]
+        return [NUMBERS[a], NUMBERS[b]], [NUMBERS[a], "+", NUMBERS[b], "=", NUMBERS[a + b]]
     if kind == "copy":
         words = [WORDS[number] for number in _integers(uniform, len(WORDS), count)]
         return words, words
     if kind == "next":
         numbers = _integers(uniform, 99, count)
-        return [str(number) for number in numbers], [str(number + 1) for number in numbers]
+        return [NUMBERS[number] for number in numbers], [NUMBERS[number + 1] for number in numbers]
     if kind == "chain":
         sums = _integers(uniform, 10, count)
         steps = [(after - before) % 10 for before, after in itertools.pairwise([0, *sums])]
-        return [str(step) for step in steps], [str(total) for total in sums]
+        return [NUMBERS[step] for step in steps], [NUMBERS[total] for total in sums]
     numbers = _integers(uniform, 100, count)
     while len(set(numbers)) < count:
         numbers = _integers(uniform, 100, count)
-    return [str(number) for number in numbers], [str(number) for number in sorted(numbers)]
+    return [NUMBERS[number] for number in numbers], [NUMBERS[number] for number in sorted(numbers)]
 
 
 def _integers(uniform: Uniform, below: int, count: int) -> list[int]:
@@ -177,7 +175,7 @@ def _choice(uniform: Uniform, among: Sequence[T]) -> T:
 
 
 def is_right(query: str, answer: str) -> bool:
-    """Whether ``answer`` is the right one, token by token; space around it does not matter.
+    """Whether ``answer`` is right in every token. White space around it does not matter.
 
     Raises:
       ValueError: the query is not a worksheet.
@@ -201,35 +199,35 @@ def solve(query: str) -> str:
 
 
 def _solve_job(job: str, answers: Sequence[str]) -> str:
+    """The answer of a job that comes after those with ``answers``."""
     kind, *operands = job.split(" ")
-    if kind == "add":
-        a, b = _numbers(job, operands, range(10), count=2)
+    if kind == "add" and len(operands) == 2:
+        a, b = _numbers(job, operands, range(10))
         return f"{a} + {b} = {a + b}"
-    if kind == "copy":
-        for word in operands:
-            if word not in WORDS:
-                raise ValueError(f"{job!r} is no job of a worksheet: {word!r} is not one of its words")
+    if kind == "copy" and operands:
+        if strange := [word for word in operands if word not in WORDS]:
+            raise ValueError(f"{job!r} is no job of a worksheet: {strange[0]!r} is not one of its words")
         return " ".join(operands)
-    if kind == "next":
+    if kind == "next" and operands:
         return " ".join(str(number + 1) for number in _numbers(job, operands, range(99)))
-    if kind == "chain":
+    if kind == "chain" and operands:
         return " ".join(str(total % 10) for total in itertools.accumulate(_numbers(job, operands, range(10))))
-    if kind == "sort":
-        return " ".join(map(str, sorted(_numbers(job, operands, range(100)))))
-    if kind == "echo":
-        (number,) = _numbers(job, operands, range(1, len(answers) + 1), count=1)
+    if kind == "sort" and operands:
+        return " ".join(str(number) for number in sorted(_numbers(job, operands, range(100))))
+    if kind == "echo" and len(operands) == 1 and answers:
+        (number,) = _numbers(job, operands, range(1, len(answers) + 1))
         return answers[number - 1]
-    raise ValueError(f"{job!r} is no job of a worksheet: there is no kind {kind!r}")
+    raise ValueError(
+        f"{job!r} is no job of a worksheet: it must be add with two digits, copy with words, next, chain or sort with "
+        "numbers, or echo with the number of an earlier job"
+    )
 
 
-def _numbers(job: str, operands: Sequence[str], allowed: range, count: int | None = None) -> list[int]:
-    if count is not None and len(operands) != count or not operands:
-        raise ValueError(f"{job!r} is no job of a worksheet: it must have {count or 'one or more'} operands")
-    texts = [str(number) for number in allowed]
+def _numbers(job: str, operands: Sequence[str], allowed: range) -> list[int]:
     for operand in operands:
-        if operand not in texts:
+        if operand not in NUMBERS or int(operand) not in allowed:
             raise ValueError(
-                f"{job!r} is no job of a worksheet: {operand!r} is not a number from {allowed.start} to {allowed.stop - 1}"
+                f"{job!r} is no job of a worksheet: {operand!r} is not a number from {allowed[0]} to {allowed[-1]}"
             )
     return [int(operand) for operand in operands]
 
