@@ -12,7 +12,8 @@ H head size, F feed-forward, V vocabulary.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+import math
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -24,6 +25,7 @@ from refusion_jax.config import ModelConfig
 from refusion_jax.sharding import ROWS, TENSOR, einsum, spec
 
 Params = Any  # nested dictionaries of arrays, laid out as PARAMETER_AXES
+Remat = Literal["none", "dots", "full"]
 
 PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "embedding": (TENSOR, "fsdp"),  # [V, D]
@@ -44,6 +46,12 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
 """Parameter -> mesh axis of each dimension: the one table behind init, import, restore and optimizer state."""
 
 MASKED = -1e30  # finite, so that an entry which sees nothing stays finite
+
+SAVED = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""What the backward pass keeps of a layer: the results of its matrices (attention is computed again), or its input."""
 
 
 class Output(NamedTuple):
@@ -133,37 +141,50 @@ class Layer(nn.Module):
         table: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         c = self.config
-        dtype = jnp.dtype(c.dtype)
         D, N, K, H, F = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size
-        heads, units = (ROWS, None, TENSOR, None), (ROWS, None, TENSOR)
-        residual = (ROWS, None, None)
-
-        def kernel(name: str, *shape: int, fan_in: int) -> jax.Array:
-            return self.param(name, nn.initializers.normal(fan_in**-0.5), shape, dtype).astype(dtype)
 
         def norm(name: str, x: jax.Array) -> jax.Array:
-            return rms_norm(x, self.param(name, nn.initializers.ones, x.shape[-1:], dtype), c.rms_norm_eps)
+            scale = self.param(name, nn.initializers.ones, x.shape[-1:], jnp.dtype(c.dtype))
+            return rms_norm(x, scale, c.rms_norm_eps)
 
         x = norm("attention_norm", hidden)
-        query = einsum("btd,dnh->btnh", x, kernel("query", D, N, H, fan_in=D), heads)
-        keys = einsum("btd,dkh->btkh", x, kernel("key", D, K, H, fan_in=D), heads)
-        values = einsum("btd,dkh->btkh", x, kernel("value", D, K, H, fan_in=D), heads).transpose(0, 2, 1, 3)
-        query = rotate(norm("query_norm", query), table)
-        keys = rotate(norm("key_norm", keys), table).transpose(0, 2, 1, 3)
+        query = rotate(norm("query_norm", self.project("query", x, N, H)), table)
+        keys = rotate(norm("key_norm", self.project("key", x, K, H)), table).transpose(0, 2, 1, 3)
+        values = self.project("value", x, K, H).transpose(0, 2, 1, 3)
         mixed = attend(query, keys, values, sees, cache, sees_cache)
-        hidden = hidden + einsum("btnh,nhd->btd", mixed, kernel("output", N, H, D, fan_in=N * H), residual)
+        hidden = hidden + self.project("output", mixed, D)
 
         x = norm("mlp_norm", hidden)
-        gate = einsum("btd,df->btf", x, kernel("gate", D, F, fan_in=D), units)
-        up = einsum("btd,df->btf", x, kernel("up", D, F, fan_in=D), units)
-        down = kernel("down", F, D, fan_in=F)
-        return hidden + einsum("btf,fd->btd", nn.silu(gate) * up, down, residual), (keys, values)
+        x = nn.silu(self.project("gate", x, F)) * self.project("up", x, F)
+        return hidden + self.project("down", x, D), (keys, values)
+
+    def project(self, name: str, x: jax.Array, *outputs: int) -> jax.Array:
+        """[B, T, *inputs] times the matrix ``name`` -> [B, T, *outputs].
+
+        Adds the low-rank adapter of the matrix where there is one: a pair [*inputs, r], [r, *outputs].
+        """
+        B, T, *inputs = x.shape
+        dtype = jnp.dtype(self.config.dtype)
+        fan_in = math.prod(inputs)
+        weights = self.param(name, nn.initializers.normal(fan_in**-0.5), (*inputs, *outputs), dtype).astype(dtype)
+        axes = PARAMETER_AXES[f"layers/{name}"][1:]
+        if (adapter := self.get_variable("adapters", name)) is not None:
+            down, up = (half.astype(dtype) for half in adapter)
+            weights = weights + jnp.tensordot(down, up, 1, out_sharding=spec(*axes))
+        # A matrix, not more dimensions: XLA on CPU copies those of a weight's gradient one number at a time.
+        of_inputs, of_outputs = axes[0], axes[len(inputs)]
+        weights = weights.reshape(fan_in, -1, out_sharding=spec(of_inputs, of_outputs))
+        across, along = (None if axis == "fsdp" else axis for axis in (of_inputs, of_outputs))
+        x = x.reshape(B * T, fan_in, out_sharding=spec(ROWS, across))
+        y = einsum("ti,io->to", x, weights, (ROWS, along))
+        return y.reshape(B, T, *outputs, out_sharding=spec(ROWS, None, along, *(None,) * (len(outputs) - 1)))
 
 
 class Transformer(nn.Module):
     """The whole decoder; ``apply`` below runs it."""
 
     config: ModelConfig
+    remat: Remat = "none"
 
     @nn.compact
     def __call__(
@@ -191,9 +212,12 @@ class Transformer(nn.Module):
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size), dtype)
         hidden = embedding.at[tokens].get(out_sharding=spec(ROWS, None, None)).astype(dtype)
         table = rotary_table(positions, c.head_dim, c.rope_theta)
+        layer = Layer
+        if self.remat != "none":
+            layer = nn.remat(Layer, policy=SAVED[self.remat], prevent_cse=False)
         layers = nn.scan(
-            Layer,
-            variable_axes={"params": 0},
+            layer,
+            variable_axes={"params": 0, "adapters": 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=c.num_layers,
@@ -232,9 +256,16 @@ def apply(
     sees_cache: jax.Array | None = None,  # [B, T, S] bool
     *,
     head: bool = True,
+    adapters: Params | None = None,
+    remat: Remat = "none",
 ) -> Output:
-    """One forward pass, see ``Transformer.__call__``: the one function behind prefill, decoding and training."""
-    out = Transformer(config).apply({"params": params}, tokens, positions, sees, cache, sees_cache, head=head)
+    """One forward pass, see ``Transformer.__call__``: the one function behind prefill, decoding and training.
+
+    ``adapters`` are added to the matrices of the layers: {"layers": {"query": ([L, D, r], [L, r, N, H]), ...}}.
+    ``remat`` says what the backward pass computes again: nothing, all but matrix products, or whole layers.
+    """
+    variables = {"params": params} if adapters is None else {"params": params, "adapters": adapters}
+    out = Transformer(config, remat).apply(variables, tokens, positions, sees, cache, sees_cache, head=head)
     assert isinstance(out, Output)
     return out
 
