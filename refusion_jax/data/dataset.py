@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import dataclasses
 import functools
@@ -145,7 +146,7 @@ def _build(
 
     directory.parent.mkdir(parents=True, exist_ok=True)
     incomplete = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", suffix=INCOMPLETE, dir=directory.parent))
-    lengths: list[tuple[int, int]] = []
+    lengths, prompt_lengths = array.array("i"), array.array("i")
     left_out: collections.Counter[str] = collections.Counter()
 
     def examples() -> Iterator[dict[str, Any]]:
@@ -159,15 +160,16 @@ def _build(
                     left_out[example.kind] += 1
                     file.write(json.dumps(dataclasses.asdict(example)) + "\n")
                 else:
-                    lengths.append((len(example.tokens), example.prompt_length))
+                    lengths.append(len(example.tokens))
+                    prompt_lengths.append(example.prompt_length)
                     yield {"tokens": example.tokens, "prompt_length": example.prompt_length}
 
     try:
         _sweep(directory.parent)
         inner = builder.write(examples(), incomplete)
         _check(path, left_out, len(lengths), max_left_out, incomplete / LEFT_OUT)
-        for name, column in zip(("lengths", "prompt_lengths"), np.array(lengths, np.int32).T, strict=True):
-            np.save(incomplete / f"{name}.npy", column)
+        np.save(incomplete / "lengths.npy", np.array(lengths, np.int32))
+        np.save(incomplete / "prompt_lengths.npy", np.array(prompt_lengths, np.int32))
         (incomplete / SUMMARY).write_text(json.dumps(summary | {"examples": inner, "left_out": left_out}, indent=2))
         try:
             os.replace(incomplete, directory)

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, BinaryIO, NoReturn, Protocol
@@ -62,8 +61,8 @@ def open_source(path: str, split: str = "train") -> Source:
     Args:
       path: several with commas between them, each of them one of
         FILE: .json (a list), .jsonl or .parquet; also gs://BUCKET/FILE and others of fsspec; also patterns with *.
-        tfds:NAME[/CONFIG][:VERSION][?split=SPLIT&query=FIELD&response=FIELD]: fields are "query" and "response", or
-        "messages", unless named.
+        tfds:NAME[/CONFIG][:VERSION][?split=SPLIT&query=FIELD&response=FIELD, or &messages=FIELD]: a dataset of
+        TensorFlow Datasets, in TFDS_DATA_DIR; its fields need no names if they have ours.
         worksheet:SEED:COUNT[:SPLIT]: the bundled task.
       split: of TFDS and worksheets, where ``path`` does not name one.
 
@@ -76,13 +75,13 @@ def open_source(path: str, split: str = "train") -> Source:
     parts = [path] if _is_file(path) else [part.strip() for part in path.split(",")]
     sources: list[Source] = []
     for part in parts:
-        kind, _, name = part.partition(":")
+        kind = part.partition(":")[0]
         if not part:
             raise ValueError(f"{path!r} has nothing between two commas, or behind the last")
         if kind == "worksheet":
             sources.append(_worksheets(part, split))
         elif kind == "tfds":
-            sources.append(_tfds(name, split))
+            sources.append(_tfds(part, split))
         else:
             sources.extend(File(name) for name in _files(part))
     return sources[0] if len(sources) == 1 else Several(tuple(sources))
@@ -189,14 +188,11 @@ class _Text:
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
         self._scan = json.JSONDecoder(object_pairs_hook=_unique).raw_decode
         self._buffer = ""
         self._position = 0
         self._lines = 1  # up to the buffer
-        self._fill()
-        if self._buffer.startswith("\ufeff"):
-            self.skip()
 
     def peek(self) -> str:
         """The next character that is no space; nothing at the end."""
@@ -213,21 +209,24 @@ class _Text:
         self._position += 1
 
     def value(self) -> Any:
-        """The next value, which must be followed by something."""
+        """The next value."""
         self.peek()
         while True:
+            value, reason = None, ""
             try:
                 value, end = self._scan(self._buffer, self._position)
             except json.JSONDecodeError as error:
-                if not self._fill():
-                    self._position = error.pos
-                    self.fail(_reason(error))
+                reason, end = _reason(error), error.pos
             except RecursionError:
-                self.fail("too deeply nested")
-            else:
-                if end < len(self._buffer) or not self._fill():  # 12 may be the beginning of 123
-                    self._position = end
-                    return value
+                reason, end = "too deeply nested", self._position
+            # Near the end of the buffer there may be more of it: 12 may be the beginning of 12e5.
+            cut = reason.startswith(UNTERMINATED) or end > len(self._buffer) - LONGEST_WORD
+            if not (cut and self._fill()):
+                break
+        self._position = end
+        if reason:
+            self.fail(reason)
+        return value
 
     def fail(self, reason: str) -> NoReturn:
         line = self._lines + self._buffer.count("\n", 0, self._position)
@@ -236,12 +235,17 @@ class _Text:
     def _fill(self) -> bool:
         """Append the next chunk, or more, so that a long value is not scanned too often; False at the end."""
         raw = self._stream.read(max(CHUNK, len(self._buffer) - self._position))
+        if not raw:
+            self._buffer += self._decode(raw, True)
+            return False
         self._lines += self._buffer.count("\n", 0, self._position)
-        self._buffer = self._buffer[self._position :] + self._decode(raw, not raw)
+        self._buffer = self._buffer[self._position :] + self._decode(raw)
         self._position = 0
-        return bool(raw)
+        return True
 
 
+UNTERMINATED = "not JSON, unterminated string"
+LONGEST_WORD = 16  # characters, of those that the scanner reads as one: -Infinity, \\ud800\\udc00
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -277,55 +281,63 @@ READERS: dict[str, tuple[str, Callable[[BinaryIO], Iterator[Any]]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Tfds:
-    """A dataset of TensorFlow Datasets with random access, which needs no TensorFlow."""
+    """A split of a dataset of TensorFlow Datasets, with random access, which needs no TensorFlow."""
 
-    name: str  # as TFDS has it: NAME[/CONFIG][:VERSION]
-    split: str
-    fields: Mapping[str, str]  # TFDS name of each of our fields, where they differ
     builder: Any  # tfds.core.DatasetBuilder
+    split: str
+    fields: Mapping[str, str]  # names in the dataset by those of FIELDS
+
+    @property
+    def name(self) -> str:
+        return f"tfds:{self.builder.info.full_name}?split={self.split}"
 
     def digest(self) -> str:
-        return _hash(["tfds", self.builder.info.full_name, self.split, *sorted(self.fields.items())])
+        examples = self.builder.info.splits[self.split].num_examples
+        return _hash(["tfds", self.name, sorted(self.fields.items()), examples])
 
     def __iter__(self) -> Iterator[Record | Problem]:
-        try:
-            examples = self.builder.as_data_source(self.split)
-        except NotImplementedError as error:
-            raise ValueError(
-                f"tfds:{self.name} is stored as {self.builder.info.file_format.value}, which cannot be read without "
-                "TensorFlow; prepare it with file_format='array_record'"
-            ) from error
-        except ValueError as error:
-            raise ValueError(f"tfds:{self.name} has no split {self.split}: {error}") from error
+        examples = self.builder.as_data_source(self.split)
         for index in range(len(examples)):
             example = examples[index]
-            place = f"tfds:{self.name}?split={self.split}, item {index + 1}"
-            fields = {field: _plain(example.get(self.fields.get(field, field))) for field in FIELDS}
-            yield _record(place, fields)
+            fields = {field: _plain(example[name]) for field, name in self.fields.items()}
+            yield _record(f"{self.name}, item {index + 1}", fields)
 
 
-def _tfds(name: str, split: str) -> Tfds:
-    name, _, query = name.partition("?")
-    options = dict(option.partition("=")[::2] for option in query.split("&")) if query else {}
-    if unknown := sorted(options.keys() - {"split", *FIELDS}):
-        raise ValueError(f"tfds:{name} has no option {unknown[0]!r}; there are split, {', '.join(FIELDS)}")
-    options = {key: urllib.parse.unquote(value) for key, value in options.items()}
-    split = options.pop("split", split)
-    tfds = _import("tensorflow_datasets", "TFDS data")
+def _tfds(path: str, split: str) -> Tfds:
+    name, _, query = path.removeprefix("tfds:").partition("?")
+    fields = dict(option.partition("=")[::2] for option in query.split("&") if option)
+    split = fields.pop("split", split)
+    if unknown := sorted(fields.keys() - FIELDS):
+        raise ValueError(f"{path} has an option {unknown[0]}; there are split, {', '.join(FIELDS)}")
+    tfds = _import("tensorflow_datasets", "TFDS datasets")
     try:
         builder = tfds.builder(name)
-        if not builder.info.splits:
-            builder.download_and_prepare(file_format="array_record")
+        builder.download_and_prepare(file_format="array_record")  # does nothing where that has been done
     except Exception as error:  # of TFDS, or of the code of any dataset
-        raise ValueError(f"TFDS cannot open {name}: {error}") from error
-    known = builder.info.features.keys()
-    if missing := sorted(set(options.values()) - set(known)):
-        raise ValueError(f"tfds:{name} has no field {missing[0]!r}; there are {', '.join(known)}")
-    if not {options.get(field, field) for field in FIELDS} & set(known):
+        reason = str(error).partition("\n")[0]  # followed by the names of all datasets
+        raise ValueError(f"TFDS cannot open {name}: {reason}") from error
+    info = builder.info
+    try:
+        info.splits[split]
+    except Exception as error:  # as above: it is parsed as a slice, with errors of several kinds
+        raise ValueError(f"tfds:{name} has no split {split!r}; there are {', '.join(info.splits)}") from error
+    try:
+        builder.as_data_source(split)
+    except NotImplementedError as error:
         raise ValueError(
-            f"the fields of tfds:{name} are {', '.join(known)}; say which are which: tfds:{name}?query=...&response=..."
+            f"tfds:{name} is stored as {info.file_format.value}, which cannot be read without TensorFlow; "
+            "prepare it with file_format='array_record'"
+        ) from error
+    known = list(info.features)
+    if missing := sorted(set(fields.values()) - set(known)):
+        raise ValueError(f"tfds:{name} has no field {missing[0]!r}; there are {', '.join(known)}")
+    fields = fields or {field: field for field in FIELDS if field in known}
+    if not ({"query", "response"} <= fields.keys() or "messages" in fields):
+        raise ValueError(
+            f"the fields of tfds:{name} are {', '.join(known)}; "
+            f"say which are which: tfds:{name}?query=FIELD&response=FIELD, or ?messages=FIELD"
         )
-    return Tfds(name, split, options, builder)
+    return Tfds(builder, split, fields)
 
 
 def _plain(value: Any) -> Any:
@@ -481,11 +493,12 @@ def _files(pattern: str) -> list[str]:
         system, root = fsspec.core.url_to_fs(pattern)
         if system.isfile(root):
             return [pattern]
-        if system.isdir(root):
-            raise ValueError(f"{pattern} is a directory; name its files, such as {pattern.rstrip('/')}/*.jsonl")
+        is_directory = system.isdir(root)
         matches = sorted(match for match in system.glob(root) if system.isfile(match))
-    except (ImportError, OSError) as error:
+    except Exception as error:  # of any file system
         raise ValueError(f"{pattern} cannot be opened: {error}") from error
+    if is_directory:
+        raise ValueError(f"{pattern} is a directory; name its files, such as {pattern.rstrip('/')}/*.jsonl")
     if not matches:
         raise FileNotFoundError(f"there is no file {pattern}; {FORMS}")
     return [system.unstrip_protocol(match) if "://" in pattern else match for match in matches]
