@@ -218,6 +218,14 @@ def test_eos_and_mask_must_differ(make: Callable[..., Dataset]) -> None:
         make([("2", "3")], mask_token_id=EOS)
 
 
+def test_a_cache_that_cannot_be_is_refused(make: Callable[..., Dataset], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"the cache .*file/cache cannot be made: Not a directory; name another"):
+        make([("2", "3")], cache=tmp_path / "file" / "cache")
+    with pytest.raises(ValueError, match="the cache gs://bucket/cache must be a local directory"):
+        make([("2", "3")], cache="gs://bucket/cache")
+
+
 # --- the cache ------------------------------------------------------------------------------------------------------
 
 

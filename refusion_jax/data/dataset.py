@@ -25,6 +25,7 @@ from refusion_jax.model.tokenizer import Tokenizer
 FORMAT = 1  # of the directory, and of the tokens in it: a change of either makes old ones unknown
 SUMMARY = "summary.json"
 LEFT_OUT = "left_out.jsonl"
+INCOMPLETE = ".incomplete"
 DEFAULT_CACHE = "~/.cache/refusion_jax/data"
 
 
@@ -124,7 +125,7 @@ def prepare(
         "mask_token_id": mask_token_id,
     }
     fingerprint = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
-    directory = Path(DEFAULT_CACHE if cache is None else cache).expanduser() / fingerprint
+    directory = _cache(cache) / fingerprint
     if not (directory / SUMMARY).exists():
         tokenise = _Tokeniser(tokenizer, max_length, eos_token_id, mask_token_id)
         _build(directory, source, tokenise, path, max_left_out, {"fingerprint": fingerprint, **ingredients})
@@ -144,7 +145,6 @@ def _build(
     """Make the directory; whoever sees it sees all of it."""
     from refusion_jax.data import builder
 
-    directory.parent.mkdir(parents=True, exist_ok=True)
     incomplete = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", suffix=INCOMPLETE, dir=directory.parent))
     lengths, prompt_lengths = array.array("i"), array.array("i")
     left_out: collections.Counter[str] = collections.Counter()
@@ -181,7 +181,16 @@ def _build(
         shutil.rmtree(incomplete, ignore_errors=True)
 
 
-INCOMPLETE = ".incomplete"
+def _cache(given: str | os.PathLike[str] | None) -> Path:
+    """The directory of all datasets, which is made if need be. Raises ValueError."""
+    if given is not None and "://" in os.fspath(given):
+        raise ValueError(f"the cache {given} must be a local directory: random access needs local files")
+    cache = Path(DEFAULT_CACHE if given is None else given).expanduser()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the cache {cache} cannot be made: {error.strerror}; name another directory") from error
+    return cache
 
 
 def _sweep(cache: Path) -> None:

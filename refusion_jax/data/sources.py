@@ -11,6 +11,7 @@ import codecs
 import contextlib
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -344,7 +345,8 @@ def _plain(value: Any) -> Any:
     """A feature of TFDS as it would stand in JSON: a sequence of objects comes as an object of sequences."""
     if isinstance(value, Mapping):
         columns = {key: _plain(column) for key, column in value.items()}
-        if all(isinstance(column, list) for column in columns.values()):
+        lengths = {len(column) if isinstance(column, list) else -1 for column in columns.values()}
+        if len(lengths) == 1 and -1 not in lengths:
             return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         return columns
     if isinstance(value, bytes | str) or value is None:
@@ -517,8 +519,6 @@ def _open(name: str) -> Iterator[BinaryIO]:
 
 def _import(module: str, what: str) -> ModuleType:
     """A module of the ``train`` extra, imported on first use: they take a fraction of a second each."""
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ImportError as error:
