@@ -82,7 +82,7 @@ def cross_entropies(
 
 def _cross_entropies(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
     logits = einsum("btd,vd->btv", hidden, head, (ROWS, None, TENSOR), preferred_element_type=jnp.float32)
-    largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    normaliser = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1)) + largest[..., 0]
+    logits -= jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))  # here, or small losses are lost
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-    return normaliser - jnp.sum(jnp.where(ids == targets[..., None], logits, 0), axis=-1)
+    target = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), axis=-1)
+    return jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) - target
