@@ -9,7 +9,7 @@ T tokens of the example, J slots of its answer.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +84,7 @@ def arrange(
     follows = np.append(follows, np.zeros(min(length, 1), bool))
     targets = np.where(masked, answer, np.roll(answer, -1))
 
-    def behind_prompt(fill: object, values: NDArray[np.generic], dtype: type) -> NDArray[np.generic]:
+    def behind_prompt(fill: Any, values: Any, dtype: type) -> Any:
         return np.concatenate([np.broadcast_to(fill, prompt_length), values]).astype(dtype)
 
     return Corrupted(

@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from refusion_jax.cli.decode import ASSETS, keep_compiled_programs
+from refusion_jax.cli.decode import ASSETS
+from refusion_jax.cli.process import keep_compiled_programs
 from refusion_jax.config import DecodeConfig
 from refusion_jax.decoding.generate import Generation, Stats, generate
 from refusion_jax.model.hf import load

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from refusion_jax.sharding import ROWS, TENSOR, einsum, reshard, row_shards, spec
+from refusion_jax.sharding import ROWS, TENSOR, einsum, row_shards
 
 LOGITS_IN_MEMORY = 2**24
 """Logits of a chunk where its size is not given: 64 MiB in float32."""
@@ -61,7 +61,7 @@ def cross_entropies(
 
     They are computed again in the backward pass, so a step never holds [R, T, V].
     """
-    R, T, D = hidden.shape
+    R, T, _ = hidden.shape
     head = head.astype(hidden.dtype)
     chunk = chunk or max(LOGITS_IN_MEMORY // head.shape[0], 1)
     width = max(min(chunk * row_shards() // R, T), 1)  # tokens of each row that a chunk takes

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import os
-import runpy
 import stat
 import sys
 import time
@@ -21,8 +20,9 @@ import tqdm
 from tyro.conf import FlagCreatePairsOff, arg
 
 import refusion_jax
-from refusion_jax.cli.options import UserError, parse
+from refusion_jax.cli.options import UserError, parse, read_settings
 from refusion_jax.cli.output import STDOUT, check_output, write_output
+from refusion_jax.cli.process import keep_compiled_programs, warnings_in_one_line
 from refusion_jax.cli.prompts import Line, read_prompts
 from refusion_jax.config import DecodeConfig
 from refusion_jax.decoding.generate import Generation, encode, generate, method_of
@@ -154,13 +154,7 @@ def read_preset(name: str) -> DecodeConfig:
         return PRESETS[name]
     if not name.endswith(".py"):
         raise UserError(f"there is no preset {name!r}: give one of {', '.join(PRESETS)}, or a Python file")
-    try:
-        config = runpy.run_path(name)["get_config"]()
-    except (Exception, SystemExit) as error:  # whatever the file runs into
-        raise UserError(f"--preset {name} gives no settings: {type(error).__name__}: {error}") from error
-    if not isinstance(config, DecodeConfig):
-        raise UserError(f"--preset {name}: get_config() must return a DecodeConfig, not {config!r}")
-    return config
+    return read_settings(name, DecodeConfig, "--preset")
 
 
 def unread(config: DecodeConfig) -> list[str]:
@@ -249,25 +243,6 @@ def decode(
         raise UserError(f"out of memory; lower --batch-size={options.batch_size} or --max-new-tokens") from error
 
 
-def keep_compiled_programs() -> None:
-    """Have JAX keep compiled programs on disk, unless the user has said where, or not to. Raises UserError."""
-    switch = os.environ.get("REFUSION_JAX_CACHE", "")
-    if switch not in ("", "off"):
-        raise UserError(f"REFUSION_JAX_CACHE={switch} must be off or unset; JAX_COMPILATION_CACHE_DIR sets a directory")
-    if switch == "off" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "refusion_jax", "jax")
-    try:
-        directory = directory.expanduser()
-        directory.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
-        warnings.warn(f"compiled programs are not kept: {error}", stacklevel=2)
-        return
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
 @contextlib.contextmanager
 def compiling() -> Iterator[list[tuple[float, float]]]:
     """A list that fills with the times, begin and end in seconds, at which JAX traced, lowered, compiled, or read from
@@ -329,22 +304,6 @@ def summary(answers: Sequence[Generation], seconds: float, compile_seconds: floa
         f"{tokens / forwards:.2f} tokens per forward: {tokens} tokens in {forwards} forwards\n"
         f"{positions / tokens:.2f} positions and {padded / tokens:.2f} padded positions per token"
     )
-
-
-@contextlib.contextmanager
-def warnings_in_one_line() -> Iterator[None]:
-    """Show warnings as ``warning: ...``, each text once, without the code they come from."""
-    shown = set()
-
-    def show(message: Warning | str, *_: Any) -> None:
-        text = " ".join(str(message).split())
-        if text not in shown:
-            shown.add(text)
-            tqdm.tqdm.write(f"warning: {text}", file=sys.stderr)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show  # type: ignore[assignment]
-        yield
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import io
 import itertools
 import os
 import re
+import runpy
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -53,6 +54,17 @@ def parse(kind: type[Options], args: Sequence[str], default: Options, *, partial
         raise UserError(str(error)) from None
     except SystemExit:
         raise UserError(f"{sentence(box.getvalue())} (--help lists the options)") from None
+
+
+def read_settings(path: str, kind: type[Options], option: str) -> Options:
+    """What ``get_config()`` of a Python file, named by ``option``, returns. Raises UserError."""
+    try:
+        settings = runpy.run_path(path)["get_config"]()
+    except (Exception, SystemExit) as error:  # whatever the file runs into
+        raise UserError(f"{option} {path} gives no settings: {type(error).__name__}: {error}") from error
+    if not isinstance(settings, kind):
+        raise UserError(f"{option} {path}: get_config() must return a {kind.__name__}, not {settings!r}")
+    return settings
 
 
 @contextlib.contextmanager

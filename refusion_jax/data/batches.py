@@ -7,46 +7,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from refusion_jax.corrupt import Corrupted, corrupt, left_to_right
+from refusion_jax.data.dataset import Example
 from refusion_jax.training.config import ForwardConfig
 
 ORDER, NOISE = 0, 1
 """What a generator draws: part of its seed, so that the two are independent."""
 
 
-class Example(NamedTuple):
-    """A prompt and its answer."""
-
-    tokens: NDArray[np.int32]  # prompt, answer, EOS
-    prompt_length: int
-
-
-class Examples(Protocol):
-    """Tokenised examples with random access."""
-
-    @property
-    def lengths(self) -> NDArray[np.int32]:
-        """Tokens of every example."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Example: ...
+Array = Any  # numpy's in the pipeline, jax.Array in a step
 
 
 class Batch(NamedTuple):
     """Examples laid out in rows, all [..., R, T]: R rows of T tokens."""
 
-    inputs: NDArray[np.int32]
-    positions: NDArray[np.int32]  # true positions, in each example from 0
-    targets: NDArray[np.int32]
-    segments: NDArray[np.int32]  # 1, 2, ... for the examples of a row, 0 behind the last
-    ar_weights: NDArray[np.float32]
-    masked_weights: NDArray[np.float32]
+    inputs: Array  # int32
+    positions: Array  # int32, true positions, in each example from 0
+    targets: Array  # int32
+    segments: Array  # int32: 1, 2, ... for the examples of a row, 0 behind the last
+    ar_weights: Array  # float32
+    masked_weights: Array  # float32
 
 
 def example_at(place: int, examples: int, seed: int) -> tuple[int, int]:
@@ -77,10 +62,17 @@ def noisy(
 ) -> Corrupted:
     """The example as the network is fed it: a slot size is drawn, and then the noise."""
     if config.objective == "ar":
-        return left_to_right(*example)
+        return left_to_right(example.tokens, example.prompt_length)
     assert mask_token_id is not None
     slot_size = int(rng.choice(slot_sizes_at(config, progress)))
-    return corrupt(*example, slot_size, rng, mask_token_id=mask_token_id, permute=config.permute)
+    return corrupt(
+        example.tokens,
+        example.prompt_length,
+        slot_size,
+        rng,
+        mask_token_id=mask_token_id,
+        permute=config.permute,
+    )
 
 
 def noise(seed: int, epoch: int, index: int) -> np.random.Generator:
@@ -99,11 +91,8 @@ def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
         length = lengths[example]
         if length > row_length:
             raise ValueError(f"an example of {length} tokens does not fit into a row of {row_length}")
-        for row, free in enumerate(space):
-            if length <= free:
-                break
-        else:
-            row = len(rows)
+        row = next((row for row, free in enumerate(space) if length <= free), len(rows))
+        if row == len(rows):
             rows.append([])
             space.append(row_length)
         rows[row].append(example)

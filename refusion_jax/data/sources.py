@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, BinaryIO, NoReturn, Protocol
 
-import fsspec  # type: ignore[import-untyped]
+import fsspec
 
 FORMS = "name .json, .jsonl or .parquet files, tfds:NAME, or worksheet:SEED:COUNT"
 CHUNK = 1 << 20  # bytes that are read at once

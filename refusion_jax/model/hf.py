@@ -93,7 +93,8 @@ def load(source: str | os.PathLike[str], *, dtype: Literal["auto", "float32", "b
     """The model of a checkpoint in Hugging Face layout, laid out on the current mesh where there is one.
 
     Args:
-      source: a directory, or a hub id ("owner/name"), which is fetched unless it is in the local cache.
+      source: a directory, or a hub id ("owner/name"), which is fetched unless it is in the local cache. The directory
+        of a training run gives the model of its latest checkpoint.
       dtype: of weights and activations; "auto" is bfloat16 on accelerators and float32 on CPU.
 
     Raises:
@@ -105,13 +106,17 @@ def load(source: str | os.PathLike[str], *, dtype: Literal["auto", "float32", "b
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r} must be 'auto', 'float32' or 'bfloat16'")
-    directory = _directory(source)
+    directory = directory_of(source)
     try:
         files = _read_files(directory)
         tokenizer = Tokenizer.load(directory)
         config = dataclasses.replace(read_config(files, tokenizer), dtype=dtype)
         check_mesh(())
         _check_mesh(config)
+        if (directory / "checkpoints").is_dir():
+            from refusion_jax.training.run import load_params  # decoding needs none of what it imports
+
+            return Model(load_params(directory, config), config, tokenizer, Origin(files, {}))
         with _open(directory) as tensors:
             _check_tensors(tensors, config)
             params = _read_params(tensors, config)
@@ -160,10 +165,21 @@ def export_hf(model: Model, directory: str | os.PathLike[str], *, shard_bytes: i
         raise
 
 
+def write_skeleton(model: Model, directory: str | os.PathLike[str]) -> None:
+    """Write all of a checkpoint but its weights, which a run has in its own way: config.json and the tokenizer."""
+    original = None if model.origin is None else model.origin.files
+    directory = Path(directory)
+    for name, content in write_config(model.config, model.tokenizer, original, model.config.dtype).items():
+        (directory / name).write_bytes(content)
+    if model.tokenizer is not None:
+        model.tokenizer.save(directory)
+
+
 # ---- Finding a checkpoint ----
 
 
-def _directory(source: str | os.PathLike[str]) -> Path:
+def directory_of(source: str | os.PathLike[str]) -> Path:
+    """The directory that ``source`` names, or into which the hub's model of that id is fetched."""
     directory = Path(source)
     if directory.is_dir():
         return directory

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -124,6 +126,25 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         return self._tokenizer.eos_token_id
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all its files, the chat template included."""
+        digest = hashlib.sha256()
+        for name, content in sorted(self.files.items()):
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+        return digest.hexdigest()
+
+    def with_special_token(self, text: str) -> Tokenizer:
+        """This tokenizer with one more special token, such as a mask; its id is behind all others."""
+        with tempfile.TemporaryDirectory() as directory:
+            self.save(directory)
+            tokenizer = type(self._tokenizer).from_pretrained(directory, local_files_only=True)
+            tokenizer.add_tokens([text], special_tokens=True)
+            tokenizer.save_pretrained(directory)
+            extended = Tokenizer.load(directory)
+        assert extended is not None
+        return extended
 
 
 def _check_messages(messages: object) -> None:

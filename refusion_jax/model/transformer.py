@@ -168,7 +168,8 @@ class Layer(nn.Module):
         fan_in = math.prod(inputs)
         weights = self.param(name, nn.initializers.normal(fan_in**-0.5), (*inputs, *outputs), dtype).astype(dtype)
         axes = PARAMETER_AXES[f"layers/{name}"][1:]
-        if (adapter := self.get_variable("adapters", name)) is not None:
+        adapter: Any = self.get_variable("adapters", name)
+        if adapter is not None:
             down, up = (half.astype(dtype) for half in adapter)
             weights = weights + jnp.tensordot(down, up, 1, out_sharding=spec(*axes))
         # A matrix, not more dimensions: XLA on CPU copies those of a weight's gradient one number at a time.

@@ -24,7 +24,7 @@ def _check_integers(config: Any, least: int, *names: str) -> None:
 def _check_numbers(config: Any, low: float, high: float, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= value <= high:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             limits = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
             raise ValueError(f"{name}={value!r} must be a number, {limits}")
 
@@ -191,7 +191,7 @@ class EvaluationConfig:
     """Held-out examples of the losses, for every slot size."""
     answers: int = 0
     """Held-out prompts that are decoded and compared with their answers."""
-    decode: DecodeConfig = DecodeConfig()
+    decode: DecodeConfig = dataclasses.field(default_factory=DecodeConfig)
     """How they are decoded."""
     batch_size: int = 8
     """Prompts that are decoded together."""

@@ -1,0 +1,51 @@
+"""What the commands set up for their process: warnings in one line, compiled programs kept on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import tqdm
+
+from refusion_jax.cli.options import UserError
+
+
+def keep_compiled_programs() -> None:
+    """Have JAX keep compiled programs on disk, unless the user has said where, or not to. Raises UserError."""
+    switch = os.environ.get("REFUSION_JAX_CACHE", "")
+    if switch not in ("", "off"):
+        raise UserError(f"REFUSION_JAX_CACHE={switch} must be off or unset; JAX_COMPILATION_CACHE_DIR sets a directory")
+    if switch == "off" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "refusion_jax", "jax")
+    try:
+        directory = directory.expanduser()
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
+        warnings.warn(f"compiled programs are not kept: {error}", stacklevel=2)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@contextlib.contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Show warnings as ``warning: ...``, each text once, without the code they come from."""
+    shown = set()
+
+    def show(message: Warning | str, *_: Any) -> None:
+        text = " ".join(str(message).split())
+        if text not in shown:
+            shown.add(text)
+            tqdm.tqdm.write(f"warning: {text}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield

@@ -1,0 +1,233 @@
+"""The training loop: batches in, checkpoints and metrics out, until the last step or a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shutil
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from refusion_jax.data.dataset import Dataset, prepare
+from refusion_jax.data.pipeline import Batches, Layout
+from refusion_jax.model import Model
+from refusion_jax.model.hf import export_hf, write_skeleton
+from refusion_jax.model.transformer import Params
+from refusion_jax.sharding import place, row_shards
+from refusion_jax.training import lora, optimizer
+from refusion_jax.training.checkpoint import Checkpoints, check_identity, lock
+from refusion_jax.training.config import LoopConfig, TrainConfig
+from refusion_jax.training.evaluate import Evaluation
+from refusion_jax.training.report import Report
+from refusion_jax.training.start import start
+from refusion_jax.training.step import TrainState, all_parameters, make_step, put_batch
+
+EXPORT = "model"
+"""Where in the run's directory the trained model is, in Hugging Face layout."""
+
+
+class Interrupted(Exception):
+    """Training was told to stop by a signal; a checkpoint of where it stopped is there."""
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(
+            f"stopped by {signal.Signals(number).name} at step {step}; the same command goes on from there"
+        )
+        self.number = number
+
+
+def train(config: TrainConfig) -> Model:
+    """Train, or go on training, in ``config.run``; returns the trained model.
+
+    Resuming is bitwise: batches, parameters and optimizer state are those of a run that was never interrupted.
+
+    Raises:
+      ValueError, FileNotFoundError: the settings, the model or the data cannot be used, or the directory holds
+        another run.
+      Interrupted: by SIGTERM or SIGINT, after a checkpoint was saved.
+      FloatingPointError: the loss is no number any more.
+      OSError: a file cannot be written.
+    """
+    run = Path(config.run)
+    with lock(run):
+        # ---- Model and data ----
+        model = start(config)
+        examples, held_out = read_data(config, model)
+        steps = number_of_steps(config.train, len(examples))
+        check_identity(run, identity(config, model, examples, steps))
+        write_skeleton(model, run)
+        compute = dataclasses.replace(model.config, dtype=config.train.dtype)
+        evaluation = None
+        if held_out is not None and config.evaluation.every:
+            evaluation = Evaluation.make(dataclasses.replace(model, config=compute), config, held_out)
+
+        # ---- State ----
+        adamw = optimizer.make(config.optimizer, steps)
+        state, frozen = fresh_state(config, model, adamw)
+        model = dataclasses.replace(model, config=compute, params=None)  # the state has them, and donates them
+        with Checkpoints(run, keep=config.train.keep) as checkpoints, stop_signals() as stopped:
+            first = checkpoints.latest() or 0
+            if first:
+                like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+                del state
+                state = checkpoints.restore(first, like)
+
+            # ---- Steps ----
+            step = make_step(compute, config, adamw)
+            batches = Batches(
+                dataset=examples,
+                forward=config.forward,
+                mask_token_id=compute.mask_token_id,
+                layout=Layout(config.data.max_length, config.data.pack, config.train.accumulate, row_shards()),
+                steps=steps,
+                batch_size=config.train.batch_size,
+                seed=config.train.seed,
+            )
+            with Report(config, compute, first, steps) as report:
+                for number, batch in enumerate(batches.read(first, config.data.workers), first + 1):
+                    with profiled(config, number):
+                        state, measures = step(state, frozen, put_batch(batch))
+                    report.step(number, batch, measures)
+                    last, loss = number == steps, None
+                    if evaluation is not None and (last or number % config.evaluation.every == 0):
+                        loss = report.evaluation(number, evaluation(state.params, frozen, stopped))
+                    if last or stopped() or loss is not None or number % config.train.save_every == 0:
+                        report.check(number, measures)
+                        checkpoints.save(number, state, metric=loss)
+                    if stopped() and not last:
+                        checkpoints.wait()
+                        raise Interrupted(stopped(), number)
+
+        params = all_parameters(state.params, frozen, config)
+    trained = dataclasses.replace(model, params=jax.tree.map(lambda x: x.astype(compute.dtype), params))
+    export(trained, run / EXPORT)
+    return trained
+
+
+# ---- What a run is made of ----
+
+
+def read_data(config: TrainConfig, model: Model) -> tuple[Dataset, Dataset | None]:
+    """The examples, and the held-out ones."""
+    assert model.tokenizer is not None
+    data = config.data
+    if not data.path:
+        raise ValueError("data.path is missing: give files of examples, such as --data.path FILE.jsonl")
+    datasets = []
+    for path, split in ((data.path, "train"), (data.validation_path, "validation")):
+        if path is None:
+            continue
+        dataset = prepare(
+            path,
+            model.tokenizer,
+            split=split,
+            max_length=data.max_length,
+            eos_token_id=model.config.eos_token_ids[0],
+            mask_token_id=model.config.mask_token_id,
+            max_left_out=data.max_left_out,
+            cache=data.cache,
+        )
+        print(dataset.report(), file=sys.stderr)
+        datasets.append(dataset)
+    return datasets[0], datasets[1] if len(datasets) > 1 else None
+
+
+def number_of_steps(config: LoopConfig, examples: int) -> int:
+    """Steps of a run; the last one of whole epochs takes examples of the next, if the batch size does not divide."""
+    if config.steps is not None:
+        return config.steps
+    assert config.epochs is not None
+    return max(math.ceil(config.epochs * examples / config.batch_size), 1)
+
+
+def identity(config: TrainConfig, model: Model, examples: Dataset, steps: int) -> dict[str, Any]:
+    """What must be the same when a run goes on: all that its parameters depend on.
+
+    Packing, accumulation, rematerialisation, meshes and workers are left out: they only change rounding.
+    """
+    assert model.tokenizer is not None
+    shape = {name: value for name, value in dataclasses.asdict(model.config).items() if name != "dtype"}
+    return {
+        "start": {name: getattr(config.model, name) for name in ("checkpoint", "tokenizer", "mask_token")},
+        "model": shape,
+        "tokenizer": model.tokenizer.fingerprint,
+        "data": {"path": config.data.path, "fingerprint": examples.fingerprint},
+        "forward": dataclasses.asdict(config.forward),
+        "optimizer": dataclasses.asdict(config.optimizer),
+        "lora": dataclasses.asdict(config.lora) if config.lora.rank else None,
+        "train": {
+            "steps": steps,
+            "batch_size": config.train.batch_size,
+            "dtype": config.train.dtype,
+            "seed": config.train.seed,
+        },
+    }
+
+
+def fresh_state(
+    config: TrainConfig, model: Model, adamw: optax.GradientTransformation
+) -> tuple[TrainState, Params | None]:
+    """The state before the first step, and with LoRA the parameters that stay as they are."""
+    trained, frozen = model.params, None
+    if config.lora.rank:
+        frozen = jax.tree.map(lambda x: x.astype(config.train.dtype), model.params)
+        trained = lora.init(model.config, config.lora, jax.random.key(config.train.seed))
+        trained = place(trained, lora.specs(trained))
+    return TrainState(jnp.int32(0), trained, jax.jit(adamw.init)(trained)), frozen
+
+
+def export(model: Model, directory: Path) -> None:
+    """Write the trained model, in the place of one that is there."""
+    draft = directory.with_name(f".{directory.name}.new")
+    shutil.rmtree(draft, ignore_errors=True)
+    export_hf(model, draft)
+    shutil.rmtree(directory, ignore_errors=True)
+    draft.rename(directory)
+
+
+# ---- Signals and profiles ----
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Callable[[], int]]:
+    """A function that gives the number of the signal by which the process was told to stop, or 0.
+
+    A second SIGINT interrupts at once.
+    """
+    received: list[int] = []
+
+    def receive(number: int, frame: types.FrameType | None) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    if threading.current_thread() is not threading.main_thread():  # only it may handle signals
+        yield lambda: 0
+        return
+    before = {number: signal.signal(number, receive) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: received[0] if received else 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def profiled(config: TrainConfig, number: int) -> Iterator[None]:
+    """Starts and ends the profile around step ``number``, where it is the first or the last to be profiled."""
+    steps = config.train.profiled()
+    if number in steps[:1]:
+        jax.profiler.start_trace(str(Path(config.run) / "profile"))
+    yield
+    if number in steps[-1:]:
+        jax.profiler.stop_trace()

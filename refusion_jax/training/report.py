@@ -1,0 +1,88 @@
+"""What a run tells while it runs: a progress bar, metrics, and a stop when the loss is no number any more."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import types
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+import tqdm
+
+from refusion_jax.config import ModelConfig
+from refusion_jax.data.batches import Batch
+from refusion_jax.training.config import TrainConfig
+from refusion_jax.training.metrics import Metrics, throughput
+from refusion_jax.training.optimizer import schedule
+from refusion_jax.training.step import Measures
+
+
+class Report:
+    """A context manager around the steps of a run."""
+
+    def __init__(self, config: TrainConfig, model: ModelConfig, first: int, steps: int) -> None:
+        self._config, self._model = config, model
+        self._learning_rate = schedule(config.optimizer, steps)
+        self._metrics = Metrics(config.run, step=first or None)
+        if first:
+            print(f"going on from step {first} of {steps}", file=sys.stderr)
+        self._bar = tqdm.tqdm(initial=first, total=steps, unit="step", disable=None, dynamic_ncols=True)
+        self._waiting: list[Measures] = []  # not looked at yet: that would wait for the device
+        self._tokens = self._places = self._examples = 0
+        self._since = time.perf_counter()
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: types.TracebackType | None) -> None:
+        self._bar.close()
+        self._metrics.__exit__()
+
+    def step(self, number: int, batch: Batch, measures: Measures) -> None:
+        """Take note of a step; every ``log_every`` steps the means since the last time are written."""
+        self._waiting.append(measures)
+        self._tokens += int(np.sum(batch.segments > 0))
+        self._places += batch.segments.size
+        self._examples += int(np.sum(np.max(batch.segments, axis=-1)))
+        self._bar.update()
+        if number % self._config.train.log_every == 0:
+            self._write(number)
+
+    def check(self, number: int, measures: Measures) -> None:
+        """Raise FloatingPointError if the loss of the step is no number: what comes then is not worth keeping."""
+        loss, norm = float(measures.loss), float(measures.gradient_norm)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise FloatingPointError(
+                f"at step {number} the loss is {loss} and the norm of its gradient {norm}; the last checkpoint is from "
+                "before. Lower optimizer.learning_rate or optimizer.clip"
+            )
+
+    def evaluation(self, number: int, measures: Mapping[str, float] | None) -> float | None:
+        """Write what an evaluation measured, and return the held-out loss; None where there is none."""
+        self._restart()
+        if measures is None:
+            return None
+        self._metrics.write(number, measures)
+        words = ", ".join(f"{name.removeprefix('held_out/')} {value:.4g}" for name, value in measures.items())
+        self._bar.write(f"step {number}, held out: {words}", file=sys.stderr)
+        return measures.get("held_out/loss")
+
+    def _write(self, number: int) -> None:
+        waited = jax.device_get(self._waiting)
+        self.check(number, waited[-1])
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        means = {name: float(np.mean([getattr(m, name) for m in waited])) for name in Measures._fields}
+        speed = throughput(self._model, self._tokens, seconds, self._tokens / self._examples)
+        values = means | {"learning_rate": float(self._learning_rate(number - 1))} | speed
+        values["efficiency"] = self._tokens / self._places
+        self._metrics.write(number, {f"train/{name}": value for name, value in values.items()})
+        self._bar.set_postfix_str(f"loss {means['loss']:.3f}, {speed['tokens_per_second']:,.0f} tokens/s")
+        self._restart()
+
+    def _restart(self) -> None:
+        self._waiting.clear()
+        self._tokens = self._places = self._examples = 0
+        self._since = time.perf_counter()

@@ -1,0 +1,112 @@
+"""The model that training starts from, with a mask token."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from refusion_jax.config import ModelConfig
+from refusion_jax.model import Model
+from refusion_jax.model.hf import directory_of, load
+from refusion_jax.model.tokenizer import Tokenizer
+from refusion_jax.model.transformer import Params, abstract_params, flatten, init, parameter_specs, unflatten
+from refusion_jax.sharding import has_mesh, place
+from refusion_jax.training.config import StartConfig, TrainConfig
+
+ROWS_OF_VOCABULARY = 128
+"""A vocabulary that must grow for a mask token grows to a multiple of this."""
+
+
+def start(config: TrainConfig) -> Model:
+    """The model in float32, with a tokenizer and, unless it is trained left to right, a mask token and slot sizes.
+
+    Raises:
+      FileNotFoundError, ValueError: the checkpoint or the tokenizer cannot be had, or do not fit the training.
+    """
+    if config.lora.rank and config.model.checkpoint is None:
+        raise ValueError(f"lora.rank={config.lora.rank} adapts a checkpoint, and model.checkpoint is missing")
+    model = starting_model(config.model, config.train.seed)
+    if not model.config.eos_token_ids:
+        raise ValueError("the model has no end-of-sequence token: config.json and the tokenizer name none")
+    if config.forward.objective == "refusion":
+        model = with_mask_token(model, config.model.mask_token)
+        sizes = dataclasses.replace(model.config, slot_sizes=config.forward.slot_sizes)
+        model = dataclasses.replace(model, config=sizes)
+    return model
+
+
+def starting_model(config: StartConfig, seed: int) -> Model:
+    """The checkpoint with its tokenizer, or random weights, in float32."""
+    if config.checkpoint is None:
+        assert config.shape is not None and config.tokenizer is not None
+        name, tokenizer, shape = "model.shape", load_tokenizer(config.tokenizer), config.shape
+    else:
+        model = load(config.checkpoint, dtype="float32")
+        if config.tokenizer is None:
+            if model.tokenizer is None:
+                raise ValueError(f"{config.checkpoint} has no tokenizer; give the directory of one as model.tokenizer")
+            return model
+        name, tokenizer, shape = config.checkpoint, load_tokenizer(config.tokenizer), model.config
+    if len(tokenizer) > shape.vocab_size:
+        raise ValueError(
+            f"the tokenizer {config.tokenizer} knows {len(tokenizer)} tokens, and the vocabulary of {name} has only "
+            f"{shape.vocab_size}"
+        )
+    shape = dataclasses.replace(shape, num_tokens=len(tokenizer), dtype="float32")
+    if config.checkpoint is not None:
+        return dataclasses.replace(model, tokenizer=tokenizer, config=shape)
+    return Model(random_params(shape, jax.random.key(seed)), shape, tokenizer)
+
+
+def random_params(config: ModelConfig, key: jax.Array) -> Params:
+    """Random parameters, made in their places on the current mesh."""
+    shardings = parameter_specs(abstract_params(config)) if has_mesh() else None
+    return jax.jit(init, static_argnums=0, out_shardings=shardings)(config, key)
+
+
+def load_tokenizer(source: str) -> Tokenizer:
+    """The tokenizer of a directory or hub id, or that of the worksheets."""
+    if source == "worksheet":
+        from refusion_jax.data import worksheet
+
+        return worksheet.tokenizer()
+    tokenizer = Tokenizer.load(directory_of(source))
+    if tokenizer is None:
+        raise ValueError(f"{source} holds no tokenizer files")
+    return tokenizer
+
+
+def with_mask_token(model: Model, text: str) -> Model:
+    """The model with a mask token: its own, or else ``text``, which is added where the tokenizer does not know it.
+
+    An added token takes the first id behind the tokenizer's, in the padding of the vocabulary if there is any, and
+    gets the mean of all embeddings: the row there was never trained.
+    """
+    config, tokenizer = model.config, model.tokenizer
+    assert tokenizer is not None
+    if config.mask_token_id is not None:
+        return model
+    if (known := tokenizer.token_id(text)) is not None:
+        return dataclasses.replace(model, config=dataclasses.replace(config, mask_token_id=known))
+    tokens = len(tokenizer)
+    tokenizer = tokenizer.with_special_token(text)
+    mask = tokenizer.token_id(text)
+    assert mask is not None
+    size = config.vocab_size
+    if mask >= size:
+        size = -(-(mask + 1) // ROWS_OF_VOCABULARY) * ROWS_OF_VOCABULARY
+
+    def extended(rows: jax.Array) -> jax.Array:  # [V, D]
+        mean = jnp.mean(rows[:tokens].astype(jnp.float32), axis=0).astype(rows.dtype)
+        rows = jnp.pad(rows, ((0, size - len(rows)), (0, 0)))
+        return rows.at[mask].set(mean)
+
+    leaves = flatten(model.params)
+    leaves["embedding"] = extended(leaves["embedding"])
+    if "head" in leaves:
+        leaves["head"] = extended(leaves["head"].T).T
+    params = unflatten(leaves)
+    config = dataclasses.replace(config, vocab_size=size, num_tokens=len(tokenizer), mask_token_id=mask)
+    return dataclasses.replace(model, params=place(params, parameter_specs(params)), config=config, tokenizer=tokenizer)
