@@ -18,8 +18,6 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from refusion_jax.model.transformer import unflatten
-from refusion_jax.training.identity import check_identity as check_identity
-from refusion_jax.training.identity import lock as lock
 
 State = Any  # tree of arrays: NamedTuples, dataclasses, dictionaries, as optax and flax nest them
 

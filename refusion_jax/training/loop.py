@@ -25,9 +25,10 @@ from refusion_jax.model.hf import export_hf, write_skeleton
 from refusion_jax.model.transformer import Params
 from refusion_jax.sharding import place, row_shards
 from refusion_jax.training import lora, optimizer
-from refusion_jax.training.checkpoint import Checkpoints, check_identity, lock
+from refusion_jax.training.checkpoint import Checkpoints
 from refusion_jax.training.config import LoopConfig, TrainConfig
 from refusion_jax.training.evaluate import Evaluation
+from refusion_jax.training.identity import check_identity, lock
 from refusion_jax.training.report import Report
 from refusion_jax.training.start import start
 from refusion_jax.training.step import TrainState, all_parameters, make_step, put_batch

@@ -54,7 +54,8 @@ def starting_model(config: StartConfig, seed: int) -> Model:
             f"the tokenizer {config.tokenizer} knows {len(tokenizer)} tokens, and the vocabulary of {name} has only "
             f"{shape.vocab_size}"
         )
-    shape = dataclasses.replace(shape, num_tokens=len(tokenizer), dtype="float32")
+    eos = shape.eos_token_ids or (() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+    shape = dataclasses.replace(shape, num_tokens=len(tokenizer), eos_token_ids=eos, dtype="float32")
     if config.checkpoint is not None:
         return dataclasses.replace(model, tokenizer=tokenizer, config=shape)
     return Model(random_params(shape, jax.random.key(seed)), shape, tokenizer)
