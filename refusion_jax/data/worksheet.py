@@ -2,10 +2,10 @@
 
     python -m refusion_jax.data.worksheet --split test --seed 1 --count 500 --output FILE.jsonl
 
-A query lists jobs, separated by " ; "; the response does them in order. Every number and word is one token.
+A query is a numbered list of jobs; the response does them in order. Every number and word is one token.
 
-    query     add 7 8 ; chain 3 4 2 9 ; echo 2 ; last
-    response  7 + 8 = 15 ; 3 7 9 8 ; 3 7 9 8 ; 15 8 8 done
+    query     1. add 7 8 2. chain 3 4 2 9 3. echo 2 4. last
+    response  1. 7 + 8 = 15 2. 3 7 9 8 3. 3 7 9 8 4. 15 8 8 done
 
     job             answer                                    depends on
     add 7 8         7 + 8 = 15                                the query (two digits)
@@ -26,9 +26,10 @@ import itertools
 import json
 import os
 import random
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -46,9 +47,9 @@ SHARES: dict[str, range] = {"train": range(8), "validation": range(8, 9), "test"
 
 # How worksheets are drawn; an entry that stands twice is drawn twice as often. Job counts are without ``last``.
 KINDS = ("echo", "echo", "add", "copy", "copy", "next", "next", "chain", "chain", "sort")
-JOB_COUNTS = (2, 3, 4, 4, 5, 5, 5, 5, 5)
-OPERANDS = range(9, 16)
-SORT_OPERANDS = range(2, 7)
+JOB_COUNTS = (2, 3, 4, 5, 5, 5, 5, 5, 5)
+OPERANDS = range(7, 13)
+SORT_OPERANDS = range(4, 7)
 # One worksheet of every eight is short: its answer has fewer than 12 tokens.
 SHORT_EVERY = 8
 SHORT_TOKENS = 12
@@ -56,6 +57,8 @@ SHORT_JOB_COUNTS = (1, 2)
 SHORT_OPERANDS = range(1, 7)
 
 NUMBERS = tuple(str(number) for number in range(100))
+LABELS = tuple(f"{number}." for number in range(1, 7))
+"""Of the jobs of a worksheet, and of their answers."""
 # fmt: off
 WORDS = (
     "lamp", "fish", "road", "tree", "bird", "ship", "rain", "wind", "moon", "star", "lake", "hill", "rock", "sand",
@@ -81,7 +84,8 @@ PAD, EOS, BOS, MASK, USER, ASSISTANT, UNKNOWN = SPECIAL_TOKENS = (
 VOCABULARY = (
     *SPECIAL_TOKENS,
     *NUMBERS,
-    *(";", "+", "=", "done"),
+    *LABELS,
+    *("+", "=", "done"),
     *("add", "copy", "next", "chain", "sort", "echo", "last"),
     *WORDS,
 )
@@ -142,7 +146,11 @@ def _draw_worksheet(uniform: Uniform, short: bool) -> tuple[str, str]:
         queries.append(f"{kind} {' '.join(operands)}")
         answers.append(answer)
     answers.append([*(answer[-1] for answer in answers), "done"])
-    return " ; ".join([*queries, "last"]), " ; ".join(map(" ".join, answers))
+    return _numbered([*queries, "last"]), _numbered(map(" ".join, answers))
+
+
+def _numbered(lines: Iterable[str]) -> str:
+    return " ".join(f"{label} {line}" for label, line in zip(LABELS, lines, strict=False))
 
 
 def _draw_job(uniform: Uniform, kind: str, count: int) -> tuple[list[str], list[str]]:
@@ -189,13 +197,18 @@ def solve(query: str) -> str:
     Raises:
       ValueError: the query is not a worksheet.
     """
-    *jobs, final = query.strip().split(" ; ")
-    if final != "last" or not jobs:
-        raise ValueError(f"{query!r} is no worksheet: it must be one or more jobs and then last, separated by ' ; '")
+    start, *lines = re.split(r"(?:^| )(\d\.) ", query.strip())
+    labels, jobs = lines[::2], lines[1::2]
+    if start or jobs[-1:] != ["last"] or not 2 <= len(jobs) <= len(LABELS) or tuple(labels) != LABELS[: len(labels)]:
+        raise ValueError(
+            f"{query!r} is no worksheet: it must be a list of one to {len(LABELS) - 1} jobs and then last, numbered "
+            f"{LABELS[0]}, {LABELS[1]}, ..."
+        )
     answers: list[str] = []
-    for job in jobs:
+    for job in jobs[:-1]:
         answers.append(_solve_job(job, answers))
-    return " ; ".join([*answers, " ".join([*(answer.split()[-1] for answer in answers), "done"])])
+    answers.append(" ".join([*(answer.split()[-1] for answer in answers), "done"]))
+    return " ".join(f"{label} {answer}" for label, answer in zip(labels, answers, strict=True))
 
 
 def _solve_job(job: str, answers: Sequence[str]) -> str:
