@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
+import absl.flags
 import grain
 
 from refusion_jax.corrupt import Corrupted
@@ -69,6 +70,8 @@ class Batches:
         options = grain.ReadOptions(num_threads=0 if workers else 1, prefetch_buffer_size=0 if workers else AHEAD)
         ahead = steps.to_iter_dataset(options)
         if workers:
+            if not absl.flags.FLAGS.is_parsed():  # grain's workers are handed the flags of a program that has none
+                absl.flags.FLAGS.mark_as_parsed()
             ahead = ahead.mp_prefetch(grain.MultiprocessingOptions(workers, per_worker_buffer_size=AHEAD))
         return iter(ahead)
 

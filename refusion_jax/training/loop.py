@@ -68,14 +68,13 @@ def train(config: TrainConfig) -> Model:
         check_identity(run, identity(config, model, examples, steps))
         write_skeleton(model, run)
         compute = dataclasses.replace(model.config, dtype=config.train.dtype)
-        evaluation = None
-        if held_out is not None and config.evaluation.every:
-            evaluation = Evaluation.make(dataclasses.replace(model, config=compute), config, held_out)
-
         # ---- State ----
         adamw = optimizer.make(config.optimizer, steps)
         state, frozen = fresh_state(config, model, adamw)
         model = dataclasses.replace(model, config=compute, params=None)  # the state has them, and donates them
+        evaluation = None
+        if held_out is not None and config.evaluation.every:
+            evaluation = Evaluation.make(model, config, held_out)
         with Checkpoints(run, keep=config.train.keep) as checkpoints, stop_signals() as stopped:
             first = checkpoints.latest() or 0
             if first:
@@ -94,9 +93,9 @@ def train(config: TrainConfig) -> Model:
                 batch_size=config.train.batch_size,
                 seed=config.train.seed,
             )
-            with Report(config, compute, first, steps) as report:
+            with Report(config, compute, first, steps) as report, Profile(config) as profile:
                 for number, batch in enumerate(batches.read(first, config.data.workers), first + 1):
-                    with profiled(config, number):
+                    with profile.step(number):
                         state, measures = step(state, frozen, put_batch(batch))
                     report.step(number, batch, measures)
                     last, loss = number == steps, None
@@ -223,12 +222,26 @@ def stop_signals() -> Iterator[Callable[[], int]]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def profiled(config: TrainConfig, number: int) -> Iterator[None]:
-    """Starts and ends the profile around step ``number``, where it is the first or the last to be profiled."""
-    steps = config.train.profiled()
-    if number in steps[:1]:
-        jax.profiler.start_trace(str(Path(config.run) / "profile"))
-    yield
-    if number in steps[-1:]:
-        jax.profiler.stop_trace()
+class Profile(contextlib.AbstractContextManager["Profile"]):
+    """Profiles the steps that the settings name, into RUN/profile."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._steps = config.train.profiled()
+        self._directory = Path(config.run) / "profile"
+        self._running = False
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around each step."""
+        if number in self._steps and not self._running:
+            jax.profiler.start_trace(str(self._directory))
+            self._running = True
+        yield
+        if number + 1 not in self._steps:
+            self.__exit__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._running:
+            jax.effects_barrier()
+            jax.profiler.stop_trace()
+            self._running = False
