@@ -6,7 +6,7 @@ ReFusion, table 5 of its second version, and the same in the official ``eval.sh`
 
 from __future__ import annotations
 
-from refusion_jax.config import DecodeConfig
+from refusion_jax.config import DecodeConfig, ModelConfig
 
 
 def _paper(slot_threshold: float, token_threshold: float, slot_size: int, block_size: int) -> DecodeConfig:
@@ -30,3 +30,29 @@ PRESETS = {
     "humaneval": _paper(0.9, 0.4, 32, 128),
     "mbpp": _paper(0.9, 0.3, 32, 128),
 }
+
+
+def _qwen3(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, *, tied: bool) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=151_936,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=1_000_000.0,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=tied,
+        max_position_embeddings=40_960,
+        eos_token_ids=(151_645,),  # <|im_end|>
+        mask_token_id=None,
+        num_tokens=151_669,
+    )
+
+
+SHAPES = {
+    "qwen3_0_6b": _qwen3(1_024, 3_072, 28, 16, tied=True),
+    "qwen3_8b": _qwen3(4_096, 12_288, 36, 32, tied=False),
+}
+"""Shapes of published models (config.json of Qwen/Qwen3-0.6B and Qwen/Qwen3-8B)."""

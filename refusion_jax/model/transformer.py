@@ -45,6 +45,9 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
 }
 """Parameter -> mesh axis of each dimension: the one table behind init, import, restore and optimizer state."""
 
+INITIAL = nn.initializers.normal(0.02)
+"""Random matrices, as Qwen3's are (initializer_range of its config.json)."""
+
 MASKED = -1e30  # finite, so that an entry which sees nothing stays finite
 
 SAVED = {
@@ -166,7 +169,7 @@ class Layer(nn.Module):
         B, T, *inputs = x.shape
         dtype = jnp.dtype(self.config.dtype)
         fan_in = math.prod(inputs)
-        weights = self.param(name, nn.initializers.normal(fan_in**-0.5), (*inputs, *outputs), dtype).astype(dtype)
+        weights = self.param(name, INITIAL, (*inputs, *outputs), dtype).astype(dtype)
         axes = PARAMETER_AXES[f"layers/{name}"][1:]
         adapter: Any = self.get_variable("adapters", name)
         if adapter is not None:
@@ -210,7 +213,7 @@ class Transformer(nn.Module):
         """
         c = self.config
         dtype = jnp.dtype(c.dtype)
-        embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size), dtype)
+        embedding = self.param("embedding", INITIAL, (c.vocab_size, c.hidden_size), dtype)
         hidden = embedding.at[tokens].get(out_sharding=spec(ROWS, None, None)).astype(dtype)
         table = rotary_table(positions, c.head_dim, c.rope_theta)
         layer = Layer
@@ -231,9 +234,7 @@ class Transformer(nn.Module):
             equation, weights = "btd,vd->btv", embedding
         else:
             equation = "btd,dv->btv"
-            weights = self.param(
-                "head", nn.initializers.normal(c.hidden_size**-0.5), (c.hidden_size, c.vocab_size), dtype
-            )
+            weights = self.param("head", INITIAL, (c.hidden_size, c.vocab_size), dtype)
         if not head:
             return Output(hidden, keys, values)
         logits = einsum(
