@@ -19,21 +19,39 @@ TOKENIZER = worksheet.tokenizer()
 
 # Worked out by hand.
 ANSWERS = {
-    "add 7 8 ; last": "7 + 8 = 15 ; 15 done",
-    "add 0 0 ; last": "0 + 0 = 0 ; 0 done",
-    "add 9 9 ; last": "9 + 9 = 18 ; 18 done",
-    "copy lamp fish road ; last": "lamp fish road ; road done",
-    "next 41 7 60 ; last": "42 8 61 ; 61 done",
-    "next 0 98 9 ; last": "1 99 10 ; 10 done",
-    "chain 3 4 2 9 ; last": "3 7 9 8 ; 8 done",
-    "chain 0 9 1 5 5 ; last": "0 9 0 5 0 ; 0 done",
-    "sort 52 7 31 ; last": "7 31 52 ; 52 done",
-    "sort 10 9 99 0 9 ; last": "0 9 9 10 99 ; 99 done",  # by size, not by spelling
-    "add 7 8 ; copy lamp fish road ; chain 3 4 2 9 ; echo 2 ; last": (
-        "7 + 8 = 15 ; lamp fish road ; 3 7 9 8 ; lamp fish road ; 15 road 8 road done"
+    "1. add 7 8 2. last": "1. 7 + 8 = 15 2. 15 done",
+    "1. add 0 0 2. last": "1. 0 + 0 = 0 2. 0 done",
+    "1. add 9 9 2. last": "1. 9 + 9 = 18 2. 18 done",
+    "1. copy lamp fish road 2. last": "1. lamp fish road 2. road done",
+    "1. next 41 7 60 2. last": "1. 42 8 61 2. 61 done",
+    "1. next 0 98 9 2. last": "1. 1 99 10 2. 10 done",
+    "1. chain 3 4 2 9 2. last": "1. 3 7 9 8 2. 8 done",
+    "1. chain 0 9 1 5 5 2. last": "1. 0 9 0 5 0 2. 0 done",
+    "1. sort 52 7 31 2. last": "1. 7 31 52 2. 52 done",
+    "1. sort 10 9 99 0 9 2. last": "1. 0 9 9 10 99 2. 99 done",  # by size, not by spelling
+    "1. next 1 2. next 2 3. last": "1. 2 2. 3 3. 2 3 done",  # the label 2. is not the number 2
+    "1. add 7 8 2. chain 3 4 2 9 3. echo 2 4. last": "1. 7 + 8 = 15 2. 3 7 9 8 3. 3 7 9 8 4. 15 8 8 done",
+    "1. add 7 8 2. copy lamp fish road 3. chain 3 4 2 9 4. echo 2 5. last": (
+        "1. 7 + 8 = 15 2. lamp fish road 3. 3 7 9 8 4. lamp fish road 5. 15 road 8 road done"
     ),
-    "sort 5 4 ; echo 1 ; echo 2 ; next 5 ; echo 3 ; last": "4 5 ; 4 5 ; 4 5 ; 6 ; 4 5 ; 5 5 5 6 5 done",
+    "1. sort 5 4 2. echo 1 3. echo 2 4. next 5 5. echo 3 6. last": (
+        "1. 4 5 2. 4 5 3. 4 5 4. 6 5. 4 5 6. 5 5 5 6 5 done"
+    ),
 }
+
+# Of 200 worksheets of each split. Another way of drawing changes them, and what all reported figures mean.
+DIGESTS = {"train": "1d6ba1eeb55fed88", "validation": "3b0f9db7997087d7", "test": "5185b80b06e2ec2d"}
+
+
+def lines(text: str) -> list[list[str]]:
+    """The tokens of each line of a query or response, without the labels."""
+    found: list[list[str]] = []
+    for token in text.split(" "):
+        if token == f"{len(found) + 1}.":
+            found.append([])
+        else:
+            found[-1].append(token)
+    return found
 
 
 def block(split: str, seed: int, start: int, count: int = 1000) -> list[dict[str, str]]:
@@ -43,33 +61,45 @@ def block(split: str, seed: int, start: int, count: int = 1000) -> list[dict[str
 def dependent_tokens(query: str, response: str) -> int:
     """How many tokens of the response depend on earlier ones, by the table of the specification."""
     count = 0
-    for job, answer in zip(query.split(" ; "), response.split(" ; "), strict=True):
-        tokens = len(answer.split())
-        count += {"chain": tokens - 1, "sort": tokens - 1, "echo": tokens, "last": tokens - 1}.get(job.split()[0], 0)
+    for (kind, *_), answer in zip(lines(query), lines(response), strict=True):
+        tokens = len(answer)
+        count += {"chain": tokens - 1, "sort": tokens - 1, "echo": tokens, "last": tokens - 1}.get(kind, 0)
     return count
 
 
+def test_dependent_tokens_are_counted_as_by_hand() -> None:
+    query = "1. add 7 8 2. chain 3 4 2 9 3. echo 2 4. sort 5 4 5. copy lamp 6. last"
+    assert dependent_tokens(query, worksheet.solve(query)) == 0 + 3 + 4 + 1 + 0 + 5
+
+
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize(("seed", "start"), [(0, 0), (0, 1_000), (1, 123_456), (977, 10**12)])
+@pytest.mark.parametrize(
+    ("seed", "start"),
+    [
+        *((0, 0), (0, 1_000), (1, 123_456), (2, 0), (977, 10**12), (2**63, 5)),
+        *(pytest.param(seed, 0, marks=pytest.mark.slow) for seed in range(10, 40)),
+    ],
+)
 def test_every_thousand_worksheets_mix_long_short_parallel_and_sequential(split: str, seed: int, start: int) -> None:
     examples = block(split, seed, start)
     lengths = [len(each["response"].split()) for each in examples]
     prompts = [len(each["query"].split()) for each in examples]
-    jobs = [each["query"].count(" ; ") + 1 for each in examples]
+    jobs = [lines(each["query"]) for each in examples]
     assert 40 <= sum(lengths) / 1000 <= 80
     assert sum(dependent_tokens(**each) for each in examples) / sum(lengths) >= 0.3
     assert max(lengths) >= 4 * min(lengths)
     assert sum(length < 12 for length in lengths) >= 100
-    assert {3, 4, 5, 6} <= set(jobs) <= {2, 3, 4, 5, 6}
-    assert all(length < 12 for length, count in zip(lengths, jobs, strict=True) if count == 2)
+    assert {3, 4, 5, 6} <= set(map(len, jobs)) <= {2, 3, 4, 5, 6}
+    assert all(length < 12 for length, each in zip(lengths, jobs, strict=True) if len(each) == 2)
     assert max(map(sum, zip(lengths, prompts, strict=True))) + 3 <= 192  # 3: the chat template and EOS
-    kinds = {job.split()[0] for each in examples for job in each["query"].split(" ; ")}
-    assert kinds == {"add", "copy", "next", "chain", "sort", "echo", "last"}
+    assert {kind for each in jobs for kind, *_ in each} == {"add", "copy", "next", "chain", "sort", "echo", "last"}
+    assert {kind for each in jobs for kind, *_ in each[:-1]} == {"add", "copy", "next", "chain", "sort", "echo"}
+    assert all(each[-1] == ["last"] for each in jobs)
 
 
 def test_short_worksheets_come_at_no_fixed_period() -> None:
     """Or one of eight hosts that share the data would see nothing else."""
-    short = [index % 8 for index, each in enumerate(block("train", 0, 0)) if each["query"].count(" ; ") == 1]
+    short = [index % 8 for index, each in enumerate(block("train", 0, 0)) if len(each["response"].split()) < 12]
     assert set(short) == set(range(8))
 
 
@@ -80,14 +110,10 @@ def test_a_worksheet_depends_on_split_seed_and_index_only() -> None:
         assert len({each["query"] for each in [*other, *forwards]}) > 380  # a few short ones may be the same
 
 
-@pytest.mark.parametrize(
-    ("split", "digest"),
-    [("train", "3adbf29fee4ea9b9"), ("validation", "f0ed88e7c62aab08"), ("test", "75363203d9e4b5a7")],
-)
-def test_worksheets_are_the_same_in_every_release(split: str, digest: str) -> None:
+def test_worksheets_are_the_same_in_every_release() -> None:
     """Reported figures name a split and a seed, which must go on to mean the same worksheets."""
-    written = json.dumps(block(split, 1, 0, 200)).encode()
-    assert hashlib.sha256(written).hexdigest()[:16] == digest
+    written = {split: json.dumps(block(split, 1, 0, 200)).encode() for split in SPLITS}
+    assert {split: hashlib.sha256(text).hexdigest()[:16] for split, text in written.items()} == DIGESTS
 
 
 def test_splits_share_no_query_whatever_the_seeds() -> None:
@@ -106,8 +132,20 @@ def test_answers_worked_out_by_hand_are_right_and_no_others(query: str) -> None:
     answer = ANSWERS[query]
     assert is_right(query, answer)
     assert is_right(query, f"  {answer}\n")
-    for other in ("", answer + " done", answer + " ;", answer.removesuffix(" done"), answer.replace(" ;", ";")):
+    unnumbered = " ".join(token for line in lines(answer) for token in line)
+    for other in (
+        "",
+        answer + " done",
+        "1. " + answer,
+        answer.replace(" ", "  ", 1),
+        answer.replace(".", ")"),
+        unnumbered,
+    ):
         assert not is_right(query, other)
+    tokens = answer.split()
+    for place, right in enumerate(tokens):
+        for token in VOCABULARY:
+            assert is_right(query, " ".join([*tokens[:place], token, *tokens[place + 1 :]])) == (token == right)
     assert not any(is_right(query, wrong) for wrong in with_one_token_wrong(answer, random.Random(query)))
 
 
@@ -121,13 +159,13 @@ def test_generated_answers_are_right_and_not_with_one_token_wrong(split: str) ->
 
 
 def with_one_token_wrong(answer: str, rng: random.Random) -> list[str]:
-    """The answer with another token in each place, and without each of its tokens."""
+    """The answer with another token in each place, without each of its tokens, and with each twice."""
     tokens = answer.split()
     wrong = []
     for place, token in enumerate(tokens):
         other = rng.choice([text for text in VOCABULARY if text != token])
-        wrong.append(" ".join([*tokens[:place], other, *tokens[place + 1 :]]))
-        wrong.append(" ".join([*tokens[:place], *tokens[place + 1 :]]))
+        for instead in ([other], [], [token, token]):
+            wrong.append(" ".join([*tokens[:place], *instead, *tokens[place + 1 :]]))
     return wrong
 
 
@@ -136,36 +174,79 @@ def with_one_token_wrong(answer: str, rng: random.Random) -> list[str]:
     [
         "",
         "last",
-        "add 7 8",
-        "last ; add 7 8",
-        "last ; last",
-        "add 7 8; last",
-        "add 7 8 ; ; last",
-        "add 7 ; last",
-        "add 7 8 9 ; last",
-        "add 7 10 ; last",
-        "add 7 -1 ; last",
-        "copy ; last",
-        "copy zebra ; last",
-        "copy 7 ; last",
-        "copy lamp  fish ; last",
-        "next ; last",
-        "next 99 ; last",
-        "chain ; last",
-        "chain 10 ; last",
-        "sort ; last",
-        "sort 07 ; last",
-        "sort lamp ; last",
-        "echo 1 ; last",
-        "add 7 8 ; echo 0 ; last",
-        "add 7 8 ; echo 2 ; last",
-        "add 7 8 ; echo 1 1 ; last",
-        "multiply 7 8 ; last",
+        "1. last",
+        "1. add 7 8",
+        "1. last 2. add 7 8",
+        "1. last 2. last",
+        "1. add 7 8 2. last 3. last",
+        "1. add 7 8 2. last last",
+        "1. add 7 8 2. last 1",
+        "1. add 7 8 last",
+        "add 7 8 2. last",
+        "add 7 8 ; last",
+        "do 1. add 7 8 2. last",
+        "2. add 7 8 1. last",
+        "1. add 7 8 1. last",
+        "1. add 7 8 3. last",
+        "0. add 7 8 1. last",
+        "2. add 7 8 3. last",
+        "1. add 7 8 3. next 5 2. last",
+        "1. add 7 8 2 last",
+        "1 add 7 8 2 last",
+        "1.add 7 8 2.last",
+        "01. add 7 8 02. last",
+        "\N{ARABIC-INDIC DIGIT ONE}. add 7 8 2. last",
+        "1. add 7 8 2.  last",
+        "1. add 7 8  2. last",
+        "1. add 7 8\n2. last",
+        "1. 2. last",
+        "1. add 7 8 2. 3. last",
+        "1. add 7 8 2. last 3.",
+        "1. next 1 2. next 2 3. next 3 4. next 4 5. next 5 6. next 6",
+        "1. next 1 2. next 2 3. next 3 4. next 4 5. next 5 6. next 6 7. last",
+        "1. add 7 2. last",
+        "1. add 7 8 9 2. last",
+        "1. add 7 10 2. last",
+        "1. add 7 -1 2. last",
+        "1. copy 2. last",
+        "1. copy zebra 2. last",
+        "1. copy 7 2. last",
+        "1. copy lamp  fish 2. last",
+        "1. next 2. last",
+        "1. next 99 2. last",
+        "1. chain 2. last",
+        "1. chain 10 2. last",
+        "1. sort 2. last",
+        "1. sort 07 2. last",
+        "1. sort lamp 2. last",
+        "1. echo 1 2. last",
+        "1. add 7 8 2. echo 0 3. last",
+        "1. add 7 8 2. echo 2 3. last",
+        "1. add 7 8 2. echo 1. 3. last",
+        "1. add 7 8 2. echo 1 1 3. last",
+        "1. add 7 8 2. echo 3. last",
+        "1. multiply 7 8 2. last",
     ],
 )
 def test_what_is_no_worksheet_is_refused(query: str) -> None:
     with pytest.raises(ValueError, match=r"is no (worksheet|job of a worksheet): "):
-        is_right(query, "7 + 8 = 15 ; 15 done")
+        is_right(query, "1. 7 + 8 = 15 2. 15 done")
+
+
+@pytest.mark.parametrize(
+    ("query", "sentence"),
+    [
+        ("1. add 7 8 3. last", "must be a list of one to 5 jobs and then last, numbered 1., 2., ..."),
+        ("1. next 99 2. last", "'next 99' is no job of a worksheet: '99' is not a number from 0 to 98"),
+        ("1. add 7 8 2. echo 2 3. last", "'echo 2' is no job of a worksheet: '2' is not a number from 1 to 1"),
+        ("1. copy lamp zebra 2. last", "'copy lamp zebra' is no job of a worksheet: 'zebra' is not one of its words"),
+        ("1. add 7 8 2. last 3. last", "'last' is no job of a worksheet: it must be add with two digits, copy"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_with_the_query(query: str, sentence: str) -> None:
+    with pytest.raises(ValueError) as error:
+        is_right(query, "")
+    assert sentence in str(error.value)
 
 
 def test_every_text_comes_back_from_the_tokenizer_with_one_token_per_word() -> None:
@@ -187,15 +268,16 @@ def test_the_vocabulary_is_small_and_has_no_token_twice() -> None:
 
 
 def test_a_chat_has_one_token_per_role_and_one_after_answers() -> None:
-    query = {"role": "user", "content": "add 7 8 ; last"}
-    answer = {"role": "assistant", "content": "7 + 8 = 15 ; 15 done"}
-    assert texts([query]) == "<|user|> add 7 8 ; last <|assistant|>"
+    query = {"role": "user", "content": "1. add 7 8 2. last"}
+    answer = {"role": "assistant", "content": "1. 7 + 8 = 15 2. 15 done"}
+    assert texts([query]) == "<|user|> 1. add 7 8 2. last <|assistant|>"
     assert texts([query, answer, query]) == (
-        "<|user|> add 7 8 ; last <|assistant|> 7 + 8 = 15 ; 15 done <|im_end|> <|user|> add 7 8 ; last <|assistant|>"
+        "<|user|> 1. add 7 8 2. last <|assistant|> 1. 7 + 8 = 15 2. 15 done <|im_end|> "
+        "<|user|> 1. add 7 8 2. last <|assistant|>"
     )
     assert TOKENIZER.decode(TOKENIZER.encode_chat([query])) == query["content"]
     with pytest.raises(ValueError, match="there are only the roles user and assistant, not system"):
-        TOKENIZER.encode_chat([{"role": "system", "content": "add 7 8 ; last"}])
+        TOKENIZER.encode_chat([{"role": "system", "content": "1. add 7 8 2. last"}])
 
 
 def texts(messages: list[dict[str, str]]) -> str:
