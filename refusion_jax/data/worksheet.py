@@ -150,7 +150,7 @@ def _draw_worksheet(uniform: Uniform, short: bool) -> tuple[str, str]:
 
 
 def _numbered(lines: Iterable[str]) -> str:
-    return " ".join(f"{label} {line}" for label, line in zip(LABELS, lines, strict=False))
+    return " ".join(f"{number}. {line}" for number, line in enumerate(lines, 1))
 
 
 def _draw_job(uniform: Uniform, kind: str, count: int) -> tuple[list[str], list[str]]:
