@@ -23,11 +23,12 @@ class UserError(Exception):
 # What tyro says, and how we say it; whatever is not in this list is passed on as it is.
 SENTENCES = (
     (r"Unrecognized options: ([^ ,]+).*", r"there is no option \1"),
-    (r"Missing value for argument .*?(--[\w-]+).*", r"\1 needs a value"),
+    (r"Missing value for argument .*?(--[\w.-]+).*", r"\1 needs a value"),
     (r"invalid choice (.*) for argument '(.*?)'\. Expected one of \((.*?),?\)\.", r"\2 must be one of \3, not \1"),
     (r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)", r"\1 must be an integer, not \2"),
     (r"Error parsing (\S+): could not convert string to float: (.*)", r"\1 must be a number, not \2"),
     (r"Error parsing Options: (.*)", r"\1"),
+    (r"Error parsing settings\.(\S+): (?:\1\.)?(.*)", r"\1.\2"),
     (r"Error parsing (\S+): no type matching \{None\}\|INT .* from \[(.*?)\].*", r"\1 must be an integer, not \2"),
 )
 

@@ -37,6 +37,7 @@ class Options:
       checkpoints/                 the latest checkpoints, and the best
       model/                       the trained model in Hugging Face layout, when training is over
       run.json, config.json, ...   what the run is
+
     decode.py takes the directory as --model, also while training goes on.
 
     Exit code: 0; 2 for what you can mend, which is said in one sentence; 75 when SIGTERM stopped it and 130 when
@@ -108,6 +109,7 @@ def parse_options(args: Sequence[str], config: str | None) -> TrainConfig:
     chosen = parse(_File, args, _File(config), partial=True).config
     settings = NOTHING if chosen is None else read_settings(chosen, TrainConfig, "--config")
     settings = parse(Options, args, Options(chosen, settings)).settings
-    if not settings.run:
-        raise UserError("--run is missing: give the directory of the run, or a --config that names one")
+    needed = {"--run": settings.run, "--model.checkpoint": settings.model.checkpoint, "--data.path": settings.data.path}
+    if missing := [name for name, value in needed.items() if value == ""]:
+        raise UserError(f"{' and '.join(missing)} missing: give them, or a --config file that has them")
     return settings

@@ -29,7 +29,7 @@ import random
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -46,15 +46,14 @@ SHARES: dict[str, range] = {"train": range(8), "validation": range(8, 9), "test"
 """The tenths of all queries that belong to each split."""
 
 # How worksheets are drawn; an entry that stands twice is drawn twice as often. Job counts are without ``last``.
-KINDS = ("echo", "echo", "add", "copy", "copy", "next", "next", "chain", "chain", "sort")
+KINDS = ("echo", "echo", "echo", "add", "copy", "copy", "next", "next", "chain", "chain", "sort")
 JOB_COUNTS = (2, 3, 4, 5, 5, 5, 5, 5, 5)
-OPERANDS = range(7, 13)
-SORT_OPERANDS = range(4, 7)
+OPERANDS = {"copy": range(10, 15), "next": range(10, 15), "chain": range(4, 7), "sort": range(3, 6)}
 # One worksheet of every eight is short: its answer has fewer than 12 tokens.
 SHORT_EVERY = 8
 SHORT_TOKENS = 12
 SHORT_JOB_COUNTS = (1, 2)
-SHORT_OPERANDS = range(1, 7)
+SHORT_OPERANDS = {"copy": range(1, 7), "next": range(1, 7), "chain": range(1, 7), "sort": range(2, 6)}
 
 NUMBERS = tuple(str(number) for number in range(100))
 LABELS = tuple(f"{number}." for number in range(1, 7))
@@ -133,6 +132,8 @@ def _draw_worksheet(uniform: Uniform, short: bool) -> tuple[str, str]:
     """A query and its response."""
     queries: list[str] = []
     answers: list[list[str]] = []
+    sizes = SHORT_OPERANDS if short else OPERANDS
+    words, numbers = _shuffled(uniform, len(WORDS)), _shuffled(uniform, 99)  # no word or number is drawn twice
     for _ in range(_choice(uniform, SHORT_JOB_COUNTS if short else JOB_COUNTS)):
         kind = _choice(uniform, KINDS)
         while kind == "echo" and not answers:
@@ -141,8 +142,8 @@ def _draw_worksheet(uniform: Uniform, short: bool) -> tuple[str, str]:
             job = int(uniform() * len(answers))
             operands, answer = [NUMBERS[job + 1]], answers[job]
         else:
-            count = _choice(uniform, SORT_OPERANDS if kind == "sort" else SHORT_OPERANDS if short else OPERANDS)
-            operands, answer = _draw_job(uniform, kind, count)
+            count = _choice(uniform, sizes[kind]) if kind in sizes else 2
+            operands, answer = _draw_job(uniform, kind, count, words, numbers)
         queries.append(f"{kind} {' '.join(operands)}")
         answers.append(answer)
     answers.append([*(answer[-1] for answer in answers), "done"])
@@ -153,25 +154,33 @@ def _numbered(lines: Iterable[str]) -> str:
     return " ".join(f"{number}. {line}" for number, line in enumerate(lines, 1))
 
 
-def _draw_job(uniform: Uniform, kind: str, count: int) -> tuple[list[str], list[str]]:
+def _draw_job(
+    uniform: Uniform, kind: str, count: int, words: Iterator[int], numbers: Iterator[int]
+) -> tuple[list[str], list[str]]:
     """Operands and answer of a job. The answer comes first where it can, so that ``solve`` is another way."""
     if kind == "add":
         a, b = _integers(uniform, 10, 2)
         return [NUMBERS[a], NUMBERS[b]], [NUMBERS[a], "+", NUMBERS[b], "=", NUMBERS[a + b]]
     if kind == "copy":
-        words = [WORDS[number] for number in _integers(uniform, len(WORDS), count)]
-        return words, words
-    if kind == "next":
-        numbers = _integers(uniform, 99, count)
-        return [NUMBERS[number] for number in numbers], [NUMBERS[number + 1] for number in numbers]
+        copied = [WORDS[word] for word in itertools.islice(words, count)]
+        return copied, copied
     if kind == "chain":
         sums = _integers(uniform, 10, count)
         steps = [(after - before) % 10 for before, after in itertools.pairwise([0, *sums])]
         return [NUMBERS[step] for step in steps], [NUMBERS[total] for total in sums]
-    numbers = _integers(uniform, 100, count)
-    while len(set(numbers)) < count:
-        numbers = _integers(uniform, 100, count)
-    return [NUMBERS[number] for number in numbers], [NUMBERS[number] for number in sorted(numbers)]
+    drawn = list(itertools.islice(numbers, count))
+    answer = sorted(drawn) if kind == "sort" else [number + 1 for number in drawn]
+    return [NUMBERS[number] for number in drawn], [NUMBERS[number] for number in answer]
+
+
+def _shuffled(uniform: Uniform, below: int) -> Iterator[int]:
+    """All numbers from 0 to ``below`` - 1, in random order, and then again."""
+    while True:
+        left = list(range(below))
+        while left:
+            place = int(uniform() * len(left))
+            left[place], left[-1] = left[-1], left[place]
+            yield left.pop()
 
 
 def _integers(uniform: Uniform, below: int, count: int) -> list[int]:

@@ -7,7 +7,7 @@ import math
 import numbers
 from typing import Annotated, Any, Literal
 
-from tyro.conf import Fixed
+from tyro.conf import Suppress
 
 from refusion_jax.config import OFFICIAL_SLOT_SIZES, DecodeConfig, ModelConfig
 
@@ -39,7 +39,7 @@ class StartConfig:
 
     checkpoint: str | None = None
     """Directory in Hugging Face layout, hub id, or directory of an earlier run."""
-    shape: Annotated[ModelConfig | None, Fixed] = None
+    shape: Annotated[ModelConfig | None, Suppress] = None
     """Shape of random weights, or of the checkpoint where it must be known without reading it."""
     tokenizer: str | None = None
     """Directory or hub id of the tokenizer, or "worksheet"; None: that of the checkpoint."""

@@ -75,7 +75,11 @@ def train(config: TrainConfig) -> Model:
         evaluation = None
         if held_out is not None and config.evaluation.every:
             evaluation = Evaluation.make(model, config, held_out)
-        with Checkpoints(run, keep=config.train.keep) as checkpoints, stop_signals() as stopped:
+
+        def due(number: int) -> bool:
+            return number == steps or number % config.evaluation.every == 0
+
+        with stop_signals() as stopped, Checkpoints(run, keep=config.train.keep) as checkpoints:
             first = checkpoints.latest() or 0
             if first:
                 like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
@@ -94,19 +98,24 @@ def train(config: TrainConfig) -> Model:
                 seed=config.train.seed,
             )
             with Report(config, compute, first, steps) as report, Profile(config) as profile:
+                if evaluation is not None and first and due(first) and not report.evaluated:  # a signal cut it off
+                    report.evaluation(first, evaluation(state.params, frozen, stopped))
+                    if stop := stopped():
+                        raise Interrupted(stop, first)
                 for number, batch in enumerate(batches.read(first, config.data.workers), first + 1):
                     with profile.step(number):
                         state, measures = step(state, frozen, put_batch(batch))
                     report.step(number, batch, measures)
-                    last, loss = number == steps, None
-                    if evaluation is not None and (last or number % config.evaluation.every == 0):
+                    loss = None
+                    if evaluation is not None and due(number):
                         loss = report.evaluation(number, evaluation(state.params, frozen, stopped))
-                    if last or stopped() or loss is not None or number % config.train.save_every == 0:
+                    stop = stopped()
+                    if stop or loss is not None or number == steps or number % config.train.save_every == 0:
                         report.check(number, measures)
                         checkpoints.save(number, state, metric=loss)
-                    if stopped() and not last:
+                    if stop:
                         checkpoints.wait()
-                        raise Interrupted(stopped(), number)
+                        raise Interrupted(stop, number)
 
         params = all_parameters(state.params, frozen, config)
     trained = dataclasses.replace(model, params=jax.tree.map(lambda x: x.astype(compute.dtype), params))
@@ -158,7 +167,11 @@ def identity(config: TrainConfig, model: Model, examples: Dataset, steps: int) -
     assert model.tokenizer is not None
     shape = {name: value for name, value in dataclasses.asdict(model.config).items() if name != "dtype"}
     return {
-        "start": {name: getattr(config.model, name) for name in ("checkpoint", "tokenizer", "mask_token")},
+        "start": {
+            "checkpoint": _anywhere(config.model.checkpoint),
+            "tokenizer": _anywhere(config.model.tokenizer),
+            "mask_token": config.model.mask_token,
+        },
         "model": shape,
         "tokenizer": model.tokenizer.fingerprint,
         "data": {"path": config.data.path, "fingerprint": examples.fingerprint},
@@ -172,6 +185,11 @@ def identity(config: TrainConfig, model: Model, examples: Dataset, steps: int) -
             "seed": config.train.seed,
         },
     }
+
+
+def _anywhere(source: str | None) -> str | None:
+    """A directory as it is found from anywhere: adapters are of no use without their checkpoint."""
+    return str(Path(source).absolute()) if source is not None and Path(source).is_dir() else source
 
 
 def fresh_state(

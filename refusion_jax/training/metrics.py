@@ -53,6 +53,12 @@ class Metrics:
         self._tensorboard.flush()
 
 
+def measured(run: str | os.PathLike[str], step: int) -> set[str]:
+    """The names of what was written of a step."""
+    lines = (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return {name for line in map(json.loads, lines) if line["step"] == step for name in line}
+
+
 def _cut(path: Path, step: int) -> None:
     """Keep whole lines up to a step."""
     text = path.read_text(encoding="utf-8")

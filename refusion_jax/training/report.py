@@ -15,7 +15,7 @@ import tqdm
 from refusion_jax.config import ModelConfig
 from refusion_jax.data.batches import Batch
 from refusion_jax.training.config import TrainConfig
-from refusion_jax.training.metrics import Metrics, throughput
+from refusion_jax.training.metrics import Metrics, measured, throughput
 from refusion_jax.training.optimizer import schedule
 from refusion_jax.training.step import Measures
 
@@ -23,10 +23,14 @@ from refusion_jax.training.step import Measures
 class Report:
     """A context manager around the steps of a run."""
 
+    evaluated: bool
+    """Whether the step that training goes on from was evaluated."""
+
     def __init__(self, config: TrainConfig, model: ModelConfig, first: int, steps: int) -> None:
         self._config, self._model = config, model
         self._learning_rate = schedule(config.optimizer, steps)
         self._metrics = Metrics(config.run, step=first or None)
+        self.evaluated = any(name.startswith("held_out/") for name in measured(config.run, first))
         if first:
             print(f"going on from step {first} of {steps}", file=sys.stderr)
         self._bar = tqdm.tqdm(initial=first, total=steps, unit="step", disable=None, dynamic_ncols=True)
@@ -56,8 +60,8 @@ class Report:
         loss, norm = float(measures.loss), float(measures.gradient_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise FloatingPointError(
-                f"at step {number} the loss is {loss} and the norm of its gradient {norm}; the last checkpoint is from "
-                "before. Lower optimizer.learning_rate or optimizer.clip"
+                f"at step {number} the loss is {loss} and the norm of its gradient {norm}, and so it will be again: "
+                "give another --run directory, with a lower optimizer.learning_rate or optimizer.clip"
             )
 
     def evaluation(self, number: int, measures: Mapping[str, float] | None) -> float | None:

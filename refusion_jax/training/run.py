@@ -15,7 +15,7 @@ from refusion_jax.model.transformer import Params, abstract_params, parameter_sp
 from refusion_jax.training import lora
 from refusion_jax.training.checkpoint import Checkpoints
 from refusion_jax.training.config import LoraConfig, StartConfig
-from refusion_jax.training.start import starting_model
+from refusion_jax.training.start import starting_model, with_mask_token
 
 
 def load_params(directory: Path, config: ModelConfig) -> Params:
@@ -39,8 +39,11 @@ def load_params(directory: Path, config: ModelConfig) -> Params:
             raise ValueError(f"{directory} is a run without a checkpoint yet")
         params = checkpoints.restore(step, {"params": on_mesh(shapes, specs)}, partial=True)["params"]
     if adapted is not None:
-        base = starting_model(StartConfig(**identity["start"]), identity["train"]["seed"]).params
-        params = lora.merge(base, params, adapted)
+        start = StartConfig(**identity["start"])
+        base = starting_model(start, identity["train"]["seed"])
+        if config.mask_token_id is not None:
+            base = with_mask_token(base, start.mask_token)
+        params = lora.merge(base.params, params, adapted)
     return jax.tree.map(lambda x: x.astype(config.dtype), params)
 
 
