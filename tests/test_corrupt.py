@@ -149,6 +149,37 @@ def test_an_example_is_reordered_and_masked_by_whole_slots(example: dict[str, An
         assert LEAST_RATE * (1 - 1e-6) <= 1 / (weight * answer_length) <= 1 + 1e-6
 
 
+class Scripted:
+    """A generator that draws what it is told to: the rate's uniform, then those of the slots."""
+
+    def __init__(self, of_rate: float, of_slots: list[float]):
+        self.draws: list[Any] = [of_rate, np.array(of_slots)]
+
+    def random(self, size: int | None = None) -> Any:
+        draw = self.draws.pop(0)
+        assert np.shape(draw) == (() if size is None else (size,))
+        return draw
+
+    def shuffle(self, clean: NDArray) -> None:
+        clean[:] = clean[::-1].copy()
+
+
+def test_a_slot_is_masked_if_its_draw_is_below_the_rate() -> None:
+    """By hand: uniform 0.5 gives the rate 0.999 / 2 + 0.001 = 0.5005, and a draw that equals it is not below it."""
+    rng: Any = Scripted(0.5, [0.4, 0.5005, 0.6, 0.1])
+    out = corrupt(np.arange(10, 19, dtype=np.int32), 2, 2, rng, mask_token_id=MASK)
+    assert out.inputs.tolist() == [10, 11, 16, 17, 14, 15, MASK, MASK, MASK]
+    assert labels(out).tolist() == [-100, -100, 17, -100, 15, -100, 12, 13, 18]
+    np.testing.assert_allclose(out.masked_weights, [0] * 6 + [1 / (0.5005 * 7)] * 3, rtol=1e-6)
+
+
+def test_the_least_rate_is_a_thousandth() -> None:
+    """So that no weight is larger than 1,000 / answer length."""
+    rng: Any = Scripted(0.0, [0.0, 0.001])
+    out = corrupt(np.arange(4, dtype=np.int32), 0, 2, rng, mask_token_id=MASK)
+    np.testing.assert_allclose(out.masked_weights, [0, 0, 250, 250], rtol=1e-6)
+
+
 # --- how noise is distributed -------------------------------------------------------------------------------
 
 
