@@ -20,13 +20,14 @@ import optax
 
 from refusion_jax.data.dataset import Dataset, prepare
 from refusion_jax.data.pipeline import Batches, Layout
+from refusion_jax.data.sources import open_source
 from refusion_jax.model import Model
 from refusion_jax.model.hf import export_hf, write_skeleton
 from refusion_jax.model.transformer import Params
 from refusion_jax.sharding import place, row_shards
 from refusion_jax.training import lora, optimizer
 from refusion_jax.training.checkpoint import Checkpoints
-from refusion_jax.training.config import LoopConfig, TrainConfig
+from refusion_jax.training.config import DataConfig, LoopConfig, TrainConfig
 from refusion_jax.training.evaluate import Evaluation
 from refusion_jax.training.identity import check_identity, lock
 from refusion_jax.training.report import Report
@@ -60,25 +61,29 @@ def train(config: TrainConfig) -> Model:
       OSError: a file cannot be written.
     """
     run = Path(config.run)
+    check_directory(run)
+
+    # ---- Model and data ----
+    for path, split in sources(config.data):
+        open_source(path, split)  # before the model is read, which may take long
+    model = start(config)
+    examples, held_out = read_data(config.data, model)
+    steps = number_of_steps(config.train, len(examples))
+    compute = dataclasses.replace(model.config, dtype=config.train.dtype)
+    evaluation = None
+    if held_out is not None and config.evaluation.every:
+        evaluation = Evaluation.make(dataclasses.replace(model, config=compute, params=None), config, held_out)
+
+    def due(number: int) -> bool:
+        return number == steps or number % config.evaluation.every == 0
+
     with lock(run):
-        # ---- Model and data ----
-        model = start(config)
-        examples, held_out = read_data(config, model)
-        steps = number_of_steps(config.train, len(examples))
         check_identity(run, identity(config, model, examples, steps))
         write_skeleton(model, run)
-        compute = dataclasses.replace(model.config, dtype=config.train.dtype)
         # ---- State ----
         adamw = optimizer.make(config.optimizer, steps)
         state, frozen = fresh_state(config, model, adamw)
         model = dataclasses.replace(model, config=compute, params=None)  # the state has them, and donates them
-        evaluation = None
-        if held_out is not None and config.evaluation.every:
-            evaluation = Evaluation.make(model, config, held_out)
-
-        def due(number: int) -> bool:
-            return number == steps or number % config.evaluation.every == 0
-
         with stop_signals() as stopped, Checkpoints(run, keep=config.train.keep) as checkpoints:
             first = checkpoints.latest() or 0
             if first:
@@ -126,16 +131,29 @@ def train(config: TrainConfig) -> Model:
 # ---- What a run is made of ----
 
 
-def read_data(config: TrainConfig, model: Model) -> tuple[Dataset, Dataset | None]:
-    """The examples, and the held-out ones."""
-    assert model.tokenizer is not None
-    data = config.data
+def check_directory(run: Path) -> None:
+    """Raise ValueError where a run would overwrite what is something else."""
+    if run.exists() and not run.is_dir():
+        raise ValueError(f"{run} is a file; give the directory of the run")
+    if (run / "config.json").exists() and not (run / "run.json").exists():
+        raise ValueError(f"{run} holds a model that is no run, and would be overwritten; give another --run directory")
+
+
+def sources(data: DataConfig) -> list[tuple[str, str]]:
+    """The paths of the examples and of the held-out ones, if there are any, each with its split."""
     if not data.path:
         raise ValueError("data.path is missing: give files of examples, such as --data.path FILE.jsonl")
+    paths = [(data.path, "train")]
+    if data.validation_path is not None:
+        paths.append((data.validation_path, "validation"))
+    return paths
+
+
+def read_data(data: DataConfig, model: Model) -> tuple[Dataset, Dataset | None]:
+    """The examples, and the held-out ones."""
+    assert model.tokenizer is not None
     datasets = []
-    for path, split in ((data.path, "train"), (data.validation_path, "validation")):
-        if path is None:
-            continue
+    for path, split in sources(data):
         dataset = prepare(
             path,
             model.tokenizer,
