@@ -236,7 +236,7 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError(f"steps={self.steps} and epochs={self.epochs}: give one of the two")
+            raise ValueError(f"steps={self.steps} and epochs={self.epochs}: give one of the two, None for the other")
         if self.steps is not None:
             _check_integers(self, 1, "steps")
         else:
