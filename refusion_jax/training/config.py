@@ -121,14 +121,18 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its schedule.
+    """AdamW or Muon, and the schedule.
 
     Raises:
       ValueError: a setting is out of its range.
     """
 
+    algorithm: Literal["adamw", "muon"] = "adamw"
+    """muon is for the matrices of layers (arXiv 2502.16982), with AdamW for the rest: far fewer steps from scratch."""
     learning_rate: float = 2e-5
     """At its peak, behind the warm-up."""
+    matrix_rate: float = 1.0
+    """Learning rate of the matrices that Muon trains, in units of learning_rate."""
     warmup: float = 0.0
     """Share of the steps over which the learning rate rises from 0."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -144,10 +148,12 @@ class OptimizerConfig:
     """Largest norm of the gradient, over all parameters."""
 
     def __post_init__(self) -> None:
+        if self.algorithm not in ("adamw", "muon"):
+            raise ValueError(f"algorithm={self.algorithm!r} must be 'adamw' or 'muon'")
         if self.schedule not in ("cosine", "linear", "constant"):
             raise ValueError(f"schedule={self.schedule!r} must be 'cosine', 'linear' or 'constant'")
         _check_numbers(self, 0, 1, "warmup", "final", "b1", "b2")
-        _check_numbers(self, 0, math.inf, "learning_rate", "epsilon", "weight_decay", "clip")
+        _check_numbers(self, 0, math.inf, "learning_rate", "matrix_rate", "epsilon", "weight_decay", "clip")
         if self.clip == 0:
             raise ValueError("clip=0 lets no gradient through; give a large number for no clipping")
 
@@ -289,3 +295,7 @@ class TrainConfig:
     lora: LoraConfig = LoraConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     mesh: MeshConfig = MeshConfig()
+
+    def __post_init__(self) -> None:
+        if self.lora.rank and self.optimizer.algorithm == "muon":
+            raise ValueError("optimizer.algorithm='muon' is for whole matrices; adapters (lora.rank) take 'adamw'")
