@@ -62,6 +62,12 @@ def row_shards() -> int:
     return 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
 
 
+def vocabulary_shards() -> int:
+    """Into how many parts the vocabulary is split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else mesh.shape[TENSOR]
+
+
 def spec(*axes: Any) -> PartitionSpec | None:
     """The partition of an array whose dimensions lie on ``axes``; None without a mesh."""
     return PartitionSpec(*axes) if has_mesh() else None

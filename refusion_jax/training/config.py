@@ -228,7 +228,7 @@ class LoopConfig:
     remat: Literal["none", "dots", "full"] = "none"
     """What is computed again in the backward pass: nothing, all but matrix products, or whole layers."""
     loss_chunk: int | None = None
-    """Tokens whose logits are in memory at once; None: as many as 16 million logits take."""
+    """Entries of the vocabulary whose logits are in memory at once; None: as many as make 16 million logits."""
     seed: int = 0
     """Of random weights, the order of examples and their noise."""
     log_every: int = 10

@@ -85,7 +85,7 @@ def gradients(
         rest = jax.tree.map(lambda x: x[1:], batch)
         result, _ = jax.lax.scan(lambda sums, piece: (jax.tree.map(jnp.add, sums, of_piece(piece)), None), result, rest)
     gradient, (value, terms) = result
-    return gradient, Measures(value, terms.ar, terms.masked, optax.global_norm(gradient))
+    return gradient, Measures(value, terms.ar, terms.masked, optax.tree.norm(gradient))
 
 
 def make_step(
