@@ -17,8 +17,8 @@ from refusion_jax.training.config import (
 
 SHAPE = ModelConfig(
     vocab_size=256,
-    hidden_size=128,
-    intermediate_size=384,
+    hidden_size=96,
+    intermediate_size=256,
     num_layers=3,
     num_heads=4,
     num_kv_heads=2,
@@ -37,9 +37,21 @@ def get_config() -> TrainConfig:
         run="runs/tiny",
         model=StartConfig(shape=SHAPE, tokenizer="worksheet"),
         data=DataConfig(path="worksheet:0:100000", validation_path="worksheet:0:500", max_length=224),
-        train=LoopConfig(steps=4000, batch_size=32, remat="dots", save_every=500, log_every=50),
-        optimizer=OptimizerConfig(learning_rate=2e-3, warmup=0.03, final=0.02, b2=0.98, weight_decay=0.01),
+        train=LoopConfig(steps=9000, batch_size=16, remat="dots", log_every=100, save_every=1000),
+        optimizer=OptimizerConfig(
+            algorithm="muon",
+            learning_rate=5e-3,
+            matrix_rate=4.0,
+            warmup=0.03,
+            final=0.02,
+            b2=0.98,
+            weight_decay=0.01,
+        ),
         evaluation=EvaluationConfig(
-            every=500, examples=128, answers=100, decode=DecodeConfig(max_new_tokens=96, slot_size=8, block_size=32)
+            every=3000,
+            examples=128,
+            answers=100,
+            decode=DecodeConfig(max_new_tokens=96, slot_size=8, block_size=32),
+            batch_size=20,
         ),
     )
