@@ -15,6 +15,8 @@ from refusion_jax.config import ModelConfig
 from refusion_jax.model import Model
 from refusion_jax.model.hf import export_hf, load
 from refusion_jax.model.transformer import Transformer, causal, init
+from refusion_jax.training import loop
+from tests import runs
 
 torch = pytest.importorskip("torch", reason="torch, with which transformers computes, is not installed")
 transformers = pytest.importorskip("transformers")
@@ -104,3 +106,13 @@ def test_a_bfloat16_checkpoint_of_transformers_comes_back_byte_for_byte(tmp_path
     for (name, ours), (_, theirs) in zip(again.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(ours, theirs), name
     assert (tmp_path / "out" / "config.json").read_bytes() == (tmp_path / "bf16" / "config.json").read_bytes()
+
+
+def test_transformers_reads_what_training_leaves(tmp_path: Path) -> None:
+    """Must-show h: the model of a finished run, its tokenizer included."""
+    trained = loop.train(runs.settings(tmp_path, train={"steps": 2}, evaluation={"every": 0}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    np.testing.assert_allclose(torch_logits(theirs), our_logits(trained), atol=1e-4)
+    np.testing.assert_array_equal(our_logits(load(tmp_path / "run" / "model")), our_logits(trained))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert tokenizer.convert_tokens_to_ids("<|mask|>") == theirs.config.mask_token_id == trained.config.mask_token_id
