@@ -25,9 +25,6 @@ from refusion_jax.training.step import all_parameters, piece_losses, put_batch
 SEED = 0
 """Of held-out noise: the same in every evaluation and every run, so that losses can be compared."""
 
-NO_AVERAGE = Totals(jnp.float32(1), jnp.float32(1))
-"""Leaves the terms of the loss as sums."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
@@ -44,9 +41,8 @@ class Evaluation:
 
         def losses(params: Params, adapters: Params | None, batch: Batch) -> Any:
             piece = jax.tree.map(lambda x: x[0], batch)
-            return piece_losses(model.config, config, params, adapters, piece, NO_AVERAGE), totals(
-                piece.ar_weights, piece.segments
-            )
+            sums = piece_losses(model.config, config, params, adapters, piece, Totals(jnp.float32(1), jnp.float32(1)))
+            return sums, totals(piece.ar_weights, piece.segments)
 
         evaluation = cls(model, config, dataset, jax.jit(losses))
         for number, prompt in enumerate(evaluation.prompts()):
