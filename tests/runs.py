@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -77,7 +77,7 @@ class Watch:
     Tests of one process share compiled programs.
     """
 
-    programs: dict[Any, Any] = {}
+    programs: ClassVar[dict[Any, Any]] = {}
 
     def __init__(self, before: Callable[[int], None] = lambda number: None) -> None:
         self.steps: list[tuple[int, str, str]] = []  # number, state before it (parameters and optimizer), batch

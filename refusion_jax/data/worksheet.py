@@ -46,14 +46,17 @@ SHARES: dict[str, range] = {"train": range(8), "validation": range(8, 9), "test"
 """The tenths of all queries that belong to each split."""
 
 # How worksheets are drawn; an entry that stands twice is drawn twice as often. Job counts are without ``last``.
-KINDS = ("echo", "echo", "echo", "add", "copy", "copy", "next", "next", "chain", "chain", "sort", "sort")
+KINDS = (
+    *("echo", "echo", "echo", "add", "copy", "copy", "next", "next"),
+    *("chain", "chain", "chain", "sort", "sort"),
+)
 JOB_COUNTS = (2, 3, 4, 5, 5, 5, 5, 5, 5)
-OPERANDS = {"copy": range(11, 17), "next": range(11, 17), "chain": range(4, 7), "sort": range(2, 5)}
+OPERANDS = {"copy": range(13, 18), "next": range(13, 18), "chain": range(3, 6), "sort": range(2, 5)}
 # One worksheet of every eight is short: its answer has fewer than 12 tokens.
 SHORT_EVERY = 8
 SHORT_TOKENS = 12
 SHORT_JOB_COUNTS = (1, 2)
-SHORT_OPERANDS = {"copy": range(1, 7), "next": range(1, 7), "chain": range(1, 7), "sort": range(2, 5)}
+SHORT_OPERANDS = {"copy": range(1, 7), "next": range(1, 7), "chain": range(1, 6), "sort": range(2, 5)}
 
 NUMBERS = tuple(str(number) for number in range(100))
 LABELS = tuple(f"{number}." for number in range(1, 7))
