@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import shutil
 import signal
@@ -104,7 +105,7 @@ def train(config: TrainConfig) -> Model:
             )
             with Report(config, compute, first, steps) as report, Profile(config) as profile:
                 if evaluation is not None and first and due(first) and not report.evaluated:  # a signal cut it off
-                    report.evaluation(first, evaluation(state.params, frozen, stopped))
+                    report.evaluation(first, functools.partial(evaluation, state.params, frozen, stopped))
                     if stop := stopped():
                         raise Interrupted(stop, first)
                 for number, batch in enumerate(batches.read(first, config.data.workers), first + 1):
@@ -113,7 +114,7 @@ def train(config: TrainConfig) -> Model:
                     report.step(number, batch, measures)
                     loss = None
                     if evaluation is not None and due(number):
-                        loss = report.evaluation(number, evaluation(state.params, frozen, stopped))
+                        loss = report.evaluation(number, functools.partial(evaluation, state.params, frozen, stopped))
                     stop = stopped()
                     if stop or loss is not None or number == steps or number % config.train.save_every == 0:
                         report.check(number, measures)
