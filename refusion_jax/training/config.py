@@ -128,7 +128,8 @@ class OptimizerConfig:
     """
 
     algorithm: Literal["adamw", "muon"] = "adamw"
-    """muon is for the matrices of layers (arXiv 2502.16982), with AdamW for the rest: far fewer steps from scratch."""
+    """muon is for the matrices of layers (arXiv 2502.16982), with AdamW for the rest, both with Nesterov momentum:
+    far fewer steps from scratch."""
     learning_rate: float = 2e-5
     """At its peak, behind the warm-up."""
     matrix_rate: float = 1.0
