@@ -69,7 +69,7 @@ def test_norms_are_never_decayed(params: Any) -> None:
 
 
 def test_muon_trains_the_matrices_of_layers_and_adamw_the_rest(params: Any) -> None:
-    """Muon's update of a matrix is close to orthogonal: its singular values are nearly one."""
+    """Muon's update of a matrix is close to orthogonal: most of its singular values are about equal."""
     muon = updates(params, algorithm="muon", matrix_rate=3.0)
     for name, change in muon.items():
         last = name.split("/")[-1]
@@ -82,7 +82,7 @@ def test_muon_trains_the_matrices_of_layers_and_adamw_the_rest(params: Any) -> N
             matrix = layer.reshape(math.prod(layer.shape[:inputs]), -1)
             assert np.sqrt(np.mean(matrix**2)) == pytest.approx(3 * optimizer.UPDATE, rel=0.3), name
             singular = np.linalg.svd(matrix, compute_uv=False)
-            assert singular.max() < 2.5 * singular.min(), name
+            assert singular.max() < 1.6 * np.median(singular), name
 
 
 def test_muon_on_a_mesh_is_that_of_one_device(params: Any) -> None:
