@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from refusion_jax.cache import KVCache
 from refusion_jax.config import ModelConfig
-from refusion_jax.sharding import ROWS, TENSOR, einsum, spec
+from refusion_jax.sharding import ROWS, TENSOR, einsum, row_shards, spec
 
 Params = Any  # nested dictionaries of arrays, laid out as PARAMETER_AXES
 Remat = Literal["none", "dots", "full"]
@@ -274,7 +274,7 @@ def apply(
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
     """Random parameters."""
-    one = jnp.zeros((1, 1), jnp.int32)
+    one = jnp.zeros((row_shards(), 1), jnp.int32)
     return Transformer(config).init(key, one, one, causal(1))["params"]
 
 
