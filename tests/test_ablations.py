@@ -87,7 +87,7 @@ def test_figures_of_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert figures["training_seconds"] > 0
         assert name in text.getvalue()
         assert json.loads((output / name / "figures.json").read_text()) == result
-    assert set(results["slot-size-1"]["figures"]["held_out"]) == {"ar/slot_1", "masked/slot_1", "loss"}
+    assert set(results["slot-size-1"]["figures"]["held_out"]) == {"masked/slot_1", "loss"}
     assert set(results["causal"]["figures"]["held_out"]) == {"ar", "loss"}
 
     def refuse(*_: object) -> None:
