@@ -84,8 +84,8 @@ class Watch:
         self.before = before
 
     def __call__(self, model: ModelConfig, config: TrainConfig, optimizer: Any) -> Any:
-        groups = (config.forward, config.optimizer, config.lora, config.train)
-        key = (model, groups, jax.sharding.get_abstract_mesh())
+        train = dataclasses.replace(config.train, log_every=1, save_every=1, keep=1)
+        key = (model, config.forward, config.optimizer, config.lora, train, jax.sharding.get_abstract_mesh())
         if key not in self.programs:
             self.programs[key] = step.make_step(model, config, optimizer)
         program = self.programs[key]
