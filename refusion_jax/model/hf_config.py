@@ -133,7 +133,7 @@ def write_config(
             }
             files = {CONFIG: json_bytes(dict(sorted(raw.items())))}
         else:
-            files = _changed(config, read_config(original, tokenizer), original, dtype)
+            files = _changed(config, tokenizer, original, dtype)
         read_back = read_config(files, tokenizer)
     for field in dataclasses.fields(ModelConfig):
         ours, theirs = getattr(config, field.name), getattr(read_back, field.name)
@@ -146,10 +146,13 @@ def write_config(
 
 
 def _changed(
-    config: ModelConfig, before: ModelConfig, original: Mapping[str, bytes], dtype: str | None
+    config: ModelConfig, tokenizer: Tokenizer | None, original: Mapping[str, bytes], dtype: str | None
 ) -> dict[str, bytes]:
     files, raw = dict(original), read_json(original[CONFIG], CONFIG)
-    old = _fields(before)
+    if raw["vocab_size"] < config.vocab_size:  # it has grown for the tokenizer, with which the old size cannot be read
+        raw["vocab_size"] = config.vocab_size
+        files[CONFIG] = json_bytes(raw)
+    old = _fields(read_config(files, tokenizer))
     changed = {key: value for key, value in _fields(config).items() if value != old[key]}
     if "eos_token_id" in changed and GENERATION_CONFIG in files:
         generation = read_json(files[GENERATION_CONFIG], GENERATION_CONFIG)

@@ -12,7 +12,7 @@ from refusion_jax.model import Model
 from refusion_jax.model.hf import directory_of, load
 from refusion_jax.model.tokenizer import Tokenizer
 from refusion_jax.model.transformer import Params, abstract_params, flatten, init, parameter_specs, unflatten
-from refusion_jax.sharding import has_mesh, place
+from refusion_jax.sharding import has_mesh, place, reshard
 from refusion_jax.training.config import StartConfig, TrainConfig
 
 ROWS_OF_VOCABULARY = 128
@@ -49,6 +49,8 @@ def starting_model(config: StartConfig, seed: int) -> Model:
                 raise ValueError(f"{config.checkpoint} has no tokenizer; give the directory of one as model.tokenizer")
             return model
         name, tokenizer, shape = config.checkpoint, load_tokenizer(config.tokenizer), model.config
+        if model.tokenizer is not None:
+            check_same_tokens(tokenizer, model.tokenizer, config)
     if len(tokenizer) > shape.vocab_size:
         raise ValueError(
             f"the tokenizer {config.tokenizer} knows {len(tokenizer)} tokens, and the vocabulary of {name} has only "
@@ -59,6 +61,16 @@ def starting_model(config: StartConfig, seed: int) -> Model:
     if config.checkpoint is not None:
         return dataclasses.replace(model, tokenizer=tokenizer, config=shape)
     return Model(random_params(shape, jax.random.key(seed)), shape, tokenizer)
+
+
+def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, config: StartConfig) -> None:
+    """Raise ValueError where a checkpoint is given a tokenizer whose ids mean something else."""
+    for token in range(min(len(ours), len(theirs))):
+        if (text := ours.token_text(token)) != (known := theirs.token_text(token)):
+            raise ValueError(
+                f"token {token} is {text!r} in the tokenizer {config.tokenizer}, but {known!r} in {config.checkpoint}; "
+                "model.tokenizer None takes the checkpoint's own, whose files another one can replace"
+            )
 
 
 def random_params(config: ModelConfig, key: jax.Array) -> Params:
@@ -100,6 +112,7 @@ def with_mask_token(model: Model, text: str) -> Model:
         size = -(-(mask + 1) // ROWS_OF_VOCABULARY) * ROWS_OF_VOCABULARY
 
     def extended(rows: jax.Array) -> jax.Array:  # [V, D]
+        rows = reshard(rows)  # whole, on every device
         mean = jnp.mean(rows[:tokens].astype(jnp.float32), axis=0).astype(rows.dtype)
         rows = jnp.pad(rows, ((0, size - len(rows)), (0, 0)))
         return rows.at[mask].set(mean)
