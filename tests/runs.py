@@ -42,15 +42,18 @@ SHAPE = ModelConfig(
 
 
 def settings(directory: Path, **changes: dict[str, Any]) -> TrainConfig:
-    """A run in ``directory``/run, on worksheets that are tokenised beside it; ``changes`` as in ``changed``."""
+    """A run in ``directory``/run, on worksheets that are tokenised beside it; ``changes`` as in ``changed``.
+
+    The examples of every step fit into one row, so one program is compiled.
+    """
     config = TrainConfig(
         run=str(directory / "run"),
         model=StartConfig(shape=SHAPE, tokenizer="worksheet"),
-        data=DataConfig(path="worksheet:0:200", max_length=192, cache=str(directory / "cache")),
+        data=DataConfig(path="worksheet:0:200", max_length=512, cache=str(directory / "cache")),
         train=LoopConfig(steps=20, batch_size=4, save_every=100, log_every=1),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup=0.1, weight_decay=0.01),
         evaluation=EvaluationConfig(
-            every=5, examples=4, answers=2, decode=rf.DecodeConfig(max_new_tokens=8, slot_size=4, block_size=8)
+            every=10, examples=4, answers=2, decode=rf.DecodeConfig(max_new_tokens=8, slot_size=4, block_size=8)
         ),
     )
     return changed(config, **changes)
