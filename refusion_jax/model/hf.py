@@ -112,7 +112,7 @@ def load(source: str | os.PathLike[str], *, dtype: Literal["auto", "float32", "b
         tokenizer = Tokenizer.load(directory)
         config = dataclasses.replace(read_config(files, tokenizer), dtype=dtype)
         check_mesh(())
-        _check_mesh(config)
+        check_divides(config)
         if (directory / "checkpoints").is_dir():
             from refusion_jax.training.run import load_params  # decoding needs none of what it imports
 
@@ -304,7 +304,7 @@ def _check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
         raise ValueError(f"tensor {_and_more(extra)} has no place in the model that {CONFIG} describes")
 
 
-def _check_mesh(config: ModelConfig) -> None:
+def check_divides(config: ModelConfig) -> None:
     """Raise ValueError if a parameter cannot be split over the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     for line in _table(config):

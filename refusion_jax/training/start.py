@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from refusion_jax.config import ModelConfig
 from refusion_jax.model import Model
-from refusion_jax.model.hf import directory_of, load
+from refusion_jax.model.hf import check_divides, directory_of, load
 from refusion_jax.model.tokenizer import Tokenizer
 from refusion_jax.model.transformer import Params, abstract_params, flatten, init, parameter_specs, unflatten
 from refusion_jax.sharding import has_mesh, place, reshard
@@ -74,7 +74,8 @@ def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, config: StartConfig) -
 
 
 def random_params(config: ModelConfig, key: jax.Array) -> Params:
-    """Random parameters, made in their places on the current mesh."""
+    """Random parameters, made in their places on the current mesh. Raises ValueError if it does not divide them."""
+    check_divides(config)
     shardings = parameter_specs(abstract_params(config)) if has_mesh() else None
     return jax.jit(init, static_argnums=0, out_shardings=shardings)(config, key)
 
