@@ -94,7 +94,7 @@ def test_settings_from_a_file_changed_by_options(call: Call, config: Path, tmp_p
         "--config", config, "--data.path", data, "--train.steps", 3, "--run", "other", "--optimizer.learning-rate=0.03"
     )
     assert (code, output) == (0, ""), errors
-    assert errors.startswith("20 examples of 13.0 tokens (at most 13): ")
+    assert errors.startswith("20 examples of 15.0 tokens (at most 15): ")
     assert [number for number, *_ in watch.steps] == [1, 2, 3]
     identity = json.loads((tmp_path / "other" / "run.json").read_text())
     assert identity["data"]["path"] == str(data)
@@ -132,7 +132,9 @@ def test_epochs_in_place_of_steps(call: Call, config: Path, watch: runs.Watch, t
     assert json.loads((tmp_path / "run" / "run.json").read_text())["train"]["steps"] == 3
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_stopped_by_a_signal(
     call: Call, config: Path, watch: runs.Watch, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
@@ -158,7 +160,7 @@ def test_a_loss_that_is_no_number(call: Call, config: Path, tmp_path: Path) -> N
     code, output, errors = call("--config", config, "--optimizer.learning-rate", 1e30)
     assert (code, output) == (1, "")
     assert re.fullmatch(
-        r"error: at step \d+ the loss is (nan|inf) and the norm of its gradient nan, and so it will be again: "
+        r"error: at step \d+ the loss is .* and the norm of its gradient (nan|inf), and so it will be again: "
         r"give another --run directory, with a lower optimizer.learning_rate or optimizer.clip",
         errors.splitlines()[-1],
     )
@@ -229,7 +231,10 @@ def test_a_full_disk(call: Call, config: Path, tmp_path: Path, monkeypatch: pyte
         (("CONFIG", "--data.path", "data.txt"), r".*data.txt.*"),
         (("CONFIG", "--data.max-length", 20), r"worksheet:0:200: .* too long.* cannot be used(?s:.*)"),
         (("CONFIG", "--mesh.data", 99), r"a mesh of data=99, fsdp=1, tensor=1 needs 99 devices.*"),
-        (("CONFIG", "--mesh.tensor", 8), r".*tensor=8 does not divide.*"),
+        (
+            ("CONFIG", "--mesh.tensor", 8),
+            r"the mesh axis tensor=8 does not divide the dimension 4 of parameter layers/query.*",
+        ),
         (("CONFIG", "--run", "decode.py"), r"decode.py is a file; give the directory of the run"),
         (("CONFIG", "--run", "model"), r"model holds a model that is no run, and would be overwritten; .*"),
         (("CONFIG", "--lora.rank", 2), r"lora.rank=2 adapts a checkpoint, and model.checkpoint is missing"),

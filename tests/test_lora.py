@@ -200,6 +200,7 @@ def test_a_run_is_a_model_wherever_it_is_read(
     assert runs.digest(rf.load(config.run).params) == runs.digest(exported.params)
 
 
+@pytest.mark.slow
 def test_stopped_and_on_a_mesh(configure: Callable[..., TrainConfig], tmp_path: Path, watch: runs.Watch) -> None:
     """Two steps on eight devices and the third on one give what three on one do."""
     one, other = configure(tmp_path / "one"), configure(tmp_path / "other")

@@ -179,7 +179,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> runs.Watch:
     return watch
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_the_trained_model_knows_its_mask_and_slot_sizes(tmp_path: Path, watch: runs.Watch, rank: int) -> None:
     """The export, the run's directory and the model in memory decode alike, with adapters as well."""
     config = settings(
@@ -217,6 +217,7 @@ def test_from_causal_to_refusion(tmp_path: Path, watch: runs.Watch) -> None:
     assert loop.train(second).config == started.config
 
 
+@pytest.mark.slow
 def test_bfloat16(tmp_path: Path, watch: runs.Watch) -> None:
     """It is computed in bfloat16; what is trained is float32, and loses no small updates."""
     full, half = (
