@@ -357,7 +357,8 @@ def test_a_signal_to_the_workers_as_well(tmp_path: Path, config: Path, number: s
     os.killpg(process.pid, number)
     output, errors = process.communicate(timeout=120)
     assert (process.returncode, output) == (code, ""), errors
-    assert errors.splitlines()[-1].startswith(f"stopped by {number.name} at step "), errors
+    # Not always the last line: where workers were stopped as well, Python may warn of their shared memory.
+    assert any(line.startswith(f"stopped by {number.name} at step ") for line in errors.splitlines()), errors
 
 
 INSTALLED = "import sys; from refusion_jax.cli.train import main; sys.exit(main())"  # what refusion-train runs
