@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import absl.flags
@@ -72,8 +76,24 @@ class Batches:
         if workers:
             if not absl.flags.FLAGS.is_parsed():  # grain's workers are handed the flags of a program that has none
                 absl.flags.FLAGS.mark_as_parsed()
-            ahead = ahead.mp_prefetch(grain.MultiprocessingOptions(workers, per_worker_buffer_size=AHEAD))
+            ahead = ahead.mp_prefetch(
+                grain.MultiprocessingOptions(workers, per_worker_buffer_size=AHEAD), _follow_parent
+            )
         return iter(ahead)
+
+
+def _follow_parent(worker: int, workers: int) -> None:
+    """In a worker: signals are for the process that trains, and the worker ends with it, even if it is killed."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+    def end() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def round_up(number: int, unit: int) -> int:
