@@ -124,6 +124,19 @@ def test_stopped_in_every_step(configure: Configure, tmp_path: Path, watch: runs
     check(config, watch, uninterrupted)
 
 
+def test_muon_is_stopped_in_every_step(configure: Configure, tmp_path: Path, watch: runs.Watch) -> None:
+    """Its state has another form."""
+    changes = {"train": SHORT["train"], "optimizer": {"algorithm": "muon"}}
+    expected = Run(configure(tmp_path / "whole", **changes))
+    config = configure(tmp_path / "stopped", **changes)
+    stop_in(watch, signal.SIGTERM, 1, 2, 3)
+    for _ in range(3):
+        with pytest.raises(loop.Interrupted):
+            loop.train(config)
+    loop.train(config)
+    check(config, watch, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
