@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -11,10 +12,11 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
+import pytest
 
 import refusion_jax as rf
 from refusion_jax.config import ModelConfig
-from refusion_jax.training import step
+from refusion_jax.training import loop, optimizer, step
 from refusion_jax.training.config import (
     DataConfig,
     EvaluationConfig,
@@ -74,11 +76,12 @@ def digest(tree: Any) -> str:
     return digest.hexdigest()
 
 
-class Watch:
-    """Stands in the place of ``loop.make_step``: sees what every step is given, and may act before it.
+MAKE_OPTIMIZER = functools.cache(optimizer.make)
+"""Of equal settings the same optimizer, whose programs are compiled once."""
 
-    Tests of one process share compiled programs.
-    """
+
+class Watch:
+    """Sees what every step is given, and may act before it. Tests of one process share compiled programs."""
 
     programs: ClassVar[dict[Any, Any]] = {}
 
@@ -86,11 +89,16 @@ class Watch:
         self.steps: list[tuple[int, str, str]] = []  # number, state before it (parameters and optimizer), batch
         self.before = before
 
-    def __call__(self, model: ModelConfig, config: TrainConfig, optimizer: Any) -> Any:
+    def stand_in(self, patch: pytest.MonkeyPatch) -> None:
+        """Take the place of ``make_step`` in the training loop."""
+        patch.setattr(loop, "make_step", self)
+        patch.setattr(optimizer, "make", MAKE_OPTIMIZER)
+
+    def __call__(self, model: ModelConfig, config: TrainConfig, adamw: Any) -> Any:
         train = dataclasses.replace(config.train, log_every=1, save_every=1, keep=1)
         key = (model, config.forward, config.optimizer, config.lora, train, jax.sharding.get_abstract_mesh())
         if key not in self.programs:
-            self.programs[key] = step.make_step(model, config, optimizer)
+            self.programs[key] = step.make_step(model, config, adamw)
         program = self.programs[key]
 
         def watched(state: step.TrainState, frozen: Any, batch: Any) -> Any:

@@ -18,7 +18,6 @@ import pytest
 
 import refusion_jax as rf
 from refusion_jax.cli import train as command
-from refusion_jax.training import loop
 from refusion_jax.training.checkpoint import Checkpoints
 from refusion_jax.training.identity import lock
 from tests import runs
@@ -66,7 +65,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> runs.Watch:
     watch = runs.Watch()
-    monkeypatch.setattr(loop, "make_step", watch)
+    watch.stand_in(monkeypatch)
     return watch
 
 

@@ -157,7 +157,7 @@ def configure(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TrainCo
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> runs.Watch:
     watch = runs.Watch()
-    monkeypatch.setattr(loop, "make_step", watch)
+    watch.stand_in(monkeypatch)
     return watch
 
 
@@ -166,7 +166,7 @@ def run(configure: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPath
     """A run that is over."""
     config = configure(tmp_path_factory.mktemp("run"), lora={"targets": ("query", "down")})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_step", runs.Watch())
+        runs.Watch().stand_in(patch)
         loop.train(config)
     return config
 
@@ -194,7 +194,7 @@ def test_a_run_is_a_model_wherever_it_is_read(
     assert runs.digest(rf.load(run.run).params) == runs.digest(exported.params)
     monkeypatch.chdir(MODEL.parent)
     config = configure(tmp_path, model={"checkpoint": MODEL.name}, lora={"targets": ("query", "down")})
-    monkeypatch.setattr(loop, "make_step", runs.Watch())
+    runs.Watch().stand_in(monkeypatch)
     loop.train(config)
     monkeypatch.chdir("/")
     assert runs.digest(rf.load(config.run).params) == runs.digest(exported.params)
@@ -231,7 +231,7 @@ def test_resumed_bitwise(configure: Callable[..., TrainConfig], tmp_path: Path, 
     config = configure(tmp_path, lora={"targets": ("query", "down")})
     watch = runs.Watch(lambda number: signal.raise_signal(signal.SIGTERM))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_step", watch)
+        watch.stand_in(patch)
         for _ in range(3):
             with pytest.raises(loop.Interrupted):
                 loop.train(config)

@@ -175,7 +175,7 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_vocabulary(tmp_path: Path) 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> runs.Watch:
     watch = runs.Watch()
-    monkeypatch.setattr(loop, "make_step", watch)
+    watch.stand_in(monkeypatch)
     return watch
 
 

@@ -51,7 +51,7 @@ def configure(tmp_path_factory: pytest.TempPathFactory) -> Configure:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> runs.Watch:
     watch = runs.Watch()
-    monkeypatch.setattr(loop, "make_step", watch)
+    watch.stand_in(monkeypatch)
     return watch
 
 
@@ -61,7 +61,7 @@ class Run:
     def __init__(self, config: TrainConfig) -> None:
         watch = runs.Watch()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop, "make_step", watch)
+            watch.stand_in(patch)
             loop.train(config)
         self.config, self.steps = config, watch.steps
         self.metrics, self.exported = runs.metrics(config), runs.exported(config)
