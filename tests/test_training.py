@@ -279,7 +279,7 @@ directory, cache, held_out, kills, every = Path(sys.argv[1]), *sys.argv[2:4], *m
 config = runs.settings(
     directory,
     data={"cache": cache, "validation_path": held_out},
-    train={"save_every": 1, "keep": 1},
+    train={"save_every": 1 if every else 4, "keep": 1},
     evaluation={"every": every},
 )
 
@@ -427,34 +427,39 @@ def test_how_a_step_is_computed_changes_only_rounding(
     check_close(config, short)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "pack"),
-    [
-        ((2, 2, 2), True),
-        ((2, 2, 2), False),
-        ((8, 1, 1), True),
-        ((8, 1, 1), False),
-        ((1, 8, 1), True),
-        ((1, 4, 2), False),
-    ],
-    ids=str,
-)
 @pytest.mark.slow
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (8, 1, 1), (1, 8, 1), (1, 4, 2)], ids=str)
 def test_a_mesh_changes_only_rounding(
     configure: Configure,
     tmp_path: Path,
     watch: runs.Watch,
     short: Run,
     mesh: tuple[int, int, int],
+    accumulate: int,
     pack: bool,
 ) -> None:
-    config = runs.changed(configure(tmp_path, **SHORT), data={"pack": pack})
+    config = runs.changed(configure(tmp_path, **SHORT), data={"pack": pack}, train={"accumulate": accumulate})
     with mesh_of(mesh):
         trained = loop.train(config)
         assert jax.tree.all(jax.tree.map(lambda x: len(x.devices()) == 8, trained.params))
         loaded = rf.load(config.run)
         assert runs.digest(loaded.params) == runs.digest(trained.params)
     check_close(config, short)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pack", [True, False])
+def test_evaluations_on_a_mesh(configure: Configure, tmp_path: Path, watch: runs.Watch, pack: bool) -> None:
+    found = []
+    for name, mesh in (("one", None), ("mesh", (2, 2, 2))):
+        config = runs.changed(configure(tmp_path / name, **SHORT), data={**HELD_OUT, "pack": pack})
+        with mesh_of(mesh):
+            loop.train(config)
+        found.append(runs.metrics(config)[-1])
+    assert "held_out/right" in found[0]
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 def test_from_a_mesh_to_one_device_with_other_settings(
@@ -512,6 +517,14 @@ def test_metrics(uninterrupted: Run) -> None:
         assert line["held_out/right"] in (0, 0.5, 1)
     assert evaluations[-1]["held_out/loss"] < evaluations[0]["held_out/loss"]
     assert list(Path(uninterrupted.config.run, "tensorboard").glob("events.*"))
+
+
+@pytest.mark.slow
+def test_profile(configure: Configure, tmp_path: Path, watch: runs.Watch) -> None:
+    """Also where the run ends before the last step that was to be profiled."""
+    config = runs.changed(configure(tmp_path, **SHORT), train={"profile_steps": "2:9"})
+    loop.train(config)
+    assert list(Path(config.run, "profile").rglob("*.xplane.pb"))
 
 
 def test_learning_rate(uninterrupted: Run) -> None:
