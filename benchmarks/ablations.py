@@ -18,7 +18,6 @@ import dataclasses
 import gc
 import io
 import json
-import math
 import os
 import platform
 import signal
@@ -31,22 +30,19 @@ from typing import Any
 
 import jax
 import numpy as np
-import tqdm
 from rich.console import Console
 from rich.table import Table
 
 import refusion_jax as rf
+from benchmarks.worksheets import ROWS, decode, of_the_test_split, share
 from refusion_jax.cli.options import UserError, parse, read_settings
 from refusion_jax.cli.process import keep_compiled_programs
 from refusion_jax.cli.train import STOPPED
-from refusion_jax.data import worksheet
 from refusion_jax.training import loop
 from refusion_jax.training.config import ForwardConfig, StartConfig, TrainConfig
 from refusion_jax.training.identity import write_whole
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.py"
-ROWS = 20
-"""Worksheets that are decoded together."""
 SPEED, HELD_OUT = "train/tokens_per_second", "held_out/"
 """In metrics.jsonl."""
 
@@ -198,17 +194,6 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def decode(model: rf.Model, sheets: Sequence[Mapping[str, str]], config: rf.DecodeConfig) -> dict[str, Any]:
-    """How many answers are right in every token, and the tokens of a forward pass."""
-    prompts = [[{"role": "user", "content": sheet["query"]}] for sheet in sheets]
-    with tqdm.tqdm(total=len(prompts), unit="worksheet", disable=None, dynamic_ncols=True) as bar:
-        answers = rf.generate(model, prompts, config, batch_size=ROWS, on_progress=lambda batch: bar.update(len(batch)))
-    right = [worksheet.is_right(sheet["query"], answer.text) for sheet, answer in zip(sheets, answers, strict=True)]
-    tokens, forwards = (sum(getattr(answer.stats, name) for answer in answers) for name in ("tokens", "forwards"))
-    return {"right": sum(right) / len(right), "tokens_per_forward": tokens / forwards, "tokens": tokens,
-            "forwards": forwards}  # fmt: skip
-
-
 # ---- All of them ----
 
 
@@ -220,7 +205,7 @@ def ablate(
     Raises:
       As ``loop.train``.
     """
-    sheets = [worksheet.example("test", seed, index) for index in range(worksheets)]
+    sheets = of_the_test_split(seed, worksheets)
     test = {"worksheets": worksheets, "seed": seed, "rows": ROWS}
     results = {}
     for name in names:
@@ -249,9 +234,7 @@ def table_of(results: Mapping[str, dict[str, Any]]) -> Table:
         cells = [name, str(settings["run"]["train"]["steps"]), number(figures["training_seconds"], 0)]
         cells += [number(ar, 4), number(masked, 4)]
         for way, decoded in figures["decoded"].items():
-            share, count = decoded["right"], settings["test"]["worksheets"]
-            error = math.sqrt(share * (1 - share) / count)
-            right = f"{100 * share:.1f} ± {100 * error:.1f} %"
+            right = share(decoded["right"], settings["test"]["worksheets"])
             table.add_row(*cells, way, right, number(decoded["tokens_per_forward"], 2))
             cells = [""] * len(cells)
     return table

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +27,11 @@ from rich.text import Text
 from refusion_jax.cli.decode import ASSETS
 from refusion_jax.cli.process import keep_compiled_programs
 from refusion_jax.config import DecodeConfig
+from refusion_jax.data import worksheet
 from refusion_jax.decoding.generate import Generation, Stats, generate
 from refusion_jax.model.hf import load
 
-EXACT = DecodeConfig(max_new_tokens=72, slot_size=8, block_size=24)
+EXACT = DecodeConfig(max_new_tokens=96, slot_size=8, block_size=32)
 MODES = {
     "ar": dataclasses.replace(EXACT, method="ar"),
     "threshold": dataclasses.replace(EXACT, verify="threshold"),
@@ -62,11 +62,11 @@ def main() -> None:
     model = load(ASSETS / "model")
     assert model.tokenizer is not None
     prompts = [line["messages"] for line in read_lines(ASSETS / "prompts.jsonl")]
-    right_answers = [line["answer"] for line in read_lines(ASSETS / "answers.jsonl")]
+    queries = [messages[-1]["content"] for messages in prompts]
 
     def print_answer(number: int, answer: Generation) -> None:
-        verdict = "right" if is_right(answer, right_answers[number]) else "wrong"
-        console.print(Text.assemble(("Prompt  ", "bold"), without_filler(prompts[number][-1]["content"])))
+        verdict = "right" if is_right(queries[number], answer) else "wrong"
+        console.print(Text.assemble(("Prompt  ", "bold"), queries[number]))
         console.print(Text.assemble(("Answer  ", "bold"), answer.text, (f"  ({verdict})", "dim")))
         console.print()
 
@@ -94,7 +94,7 @@ def main() -> None:
         table.add_column(heading, justify="right")
     for (name, config), answers in zip(MODES.items(), all_answers, strict=True):
         seconds = fastest(partial(generate, model, prompts, config, batch_size=1))
-        right = sum(map(is_right, answers, right_answers))
+        right = sum(map(is_right, queries, answers))
         table.add_row(*table_row(name, right, [answer.stats for answer in answers], seconds))
     console.print(table)
     console.print(f"tokens/s is without compiling: every mode had run once, then the fastest of {RUNS} runs counts.")
@@ -112,14 +112,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def without_filler(question: str) -> str:
-    """A prompt without the run of _ that fills up the bundled ones."""
-    return re.sub(r"( _)+$", "", question)
-
-
-def is_right(answer: Generation, right: str) -> bool:
-    """Whether the answer ended by itself and says what is right. In this task , and ; between sums mean the same."""
-    return answer.finish_reason == "stop" and answer.text.replace(",", ";") == right.replace(",", ";")
+def is_right(query: str, answer: Generation) -> bool:
+    """Whether the answer to a worksheet ended by itself and is right in every token."""
+    return answer.finish_reason == "stop" and worksheet.is_right(query, answer.text)
 
 
 def fastest(run: Callable[[], object]) -> float:

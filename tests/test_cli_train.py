@@ -88,13 +88,13 @@ def call(
 
 def test_settings_from_a_file_changed_by_options(call: Call, config: Path, tmp_path: Path, watch: runs.Watch) -> None:
     data = tmp_path / "own.jsonl"
-    lines = [{"query": "1. copy lamp fish 2. last", "response": "1. lamp fish 2. fish done"}] * 20
+    lines = [{"query": "1. copy lamp fish 2. last", "response": "1. copy lamp fish 2. last fish done"}] * 20
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, output, errors = call(
         "--config", config, "--data.path", data, "--train.steps", 3, "--run", "other", "--optimizer.learning-rate=0.03"
     )
     assert (code, output) == (0, ""), errors
-    assert errors.startswith("20 examples of 15.0 tokens (at most 15): ")
+    assert errors.startswith("20 examples of 41.0 tokens (at most 41): ")
     assert [number for number, *_ in watch.steps] == [1, 2, 3]
     identity = json.loads((tmp_path / "other" / "run.json").read_text())
     assert identity["data"]["path"] == str(data)
@@ -267,7 +267,7 @@ def test_one_sentence_and_nothing_left(
 
 def test_too_many_bad_lines_are_counted_and_named(call: Call, config: Path, tmp_path: Path) -> None:
     """Trap T12."""
-    good = json.dumps({"query": "1. copy lamp 2. last", "response": "1. lamp 2. lamp done"})
+    good = json.dumps({"query": "1. copy lamp 2. last", "response": "1. copy lamp 2. last lamp done"})
     lines = [good, "{", json.dumps({"query": "text"}), good, json.dumps({"query": "a", "response": ""}), good]
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))
     code, _, errors = call("--config", config, "--data.path", "bad.jsonl")

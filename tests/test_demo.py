@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import re
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 from rich.text import Text
 
 from refusion_jax import Generation, Stats, demo
-from refusion_jax.model.tokenizer import Tokenizer
+from refusion_jax.data import worksheet
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = {1: "sun", 2: "moon", 3: "cat", 4: "dog", 5: "fish", 9: "<end>"}
@@ -108,11 +110,11 @@ def answer(text: str, finish_reason: str = "stop", commit_order: tuple[int, ...]
     return Generation(text, [], finish_reason, stats(5, 3, 9, 9), commit_order=list(commit_order))
 
 
-def test_an_answer_is_right_whichever_separator_it_takes_and_wrong_when_it_did_not_end() -> None:
-    right = "sums 4 + 1 = 5 , 0 + 4 = 4 , done"
-    assert demo.is_right(answer("sums 4 + 1 = 5 ; 0 + 4 = 4 , done"), right)
-    assert not demo.is_right(answer("sums 4 + 1 = 6 , 0 + 4 = 4 , done"), right)
-    assert not demo.is_right(answer(right, "length"), right)
+def test_an_answer_is_wrong_when_it_did_not_end() -> None:
+    query, right = "1. add 4 1 2. last", "1. add 4 + 1 = 5 2. last 5 done"
+    assert demo.is_right(query, answer(right))
+    assert not demo.is_right(query, answer(right.replace("= 5", "= 6")))
+    assert not demo.is_right(query, answer(right, "length"))
 
 
 def test_the_order_of_slots_is_that_of_their_first_tokens() -> None:
@@ -120,21 +122,27 @@ def test_the_order_of_slots_is_that_of_their_first_tokens() -> None:
     assert text == "5 tokens, 3 forward passes, slots begun in the order 0 2 1"
 
 
-def test_only_the_filler_at_the_end_of_a_prompt_is_left_out() -> None:
-    assert demo.without_filler("go : copy _ cat . stop _ _ _") == "go : copy _ cat . stop"
+def test_the_bundled_prompts_are_the_first_test_worksheets_and_leave_room_for_the_answers() -> None:
+    """None is left out because the model fails on it."""
+    prompts = demo.read_lines(demo.ASSETS / "prompts.jsonl")
+    sheets = [worksheet.example("test", 0, index) for index in range(12)]
+    assert [line["messages"] for line in prompts] == [[{"role": "user", "content": each["query"]}] for each in sheets]
+    assert len({line["id"] for line in prompts}) == 12
+    assert max(len(each["response"].split()) for each in sheets) < demo.EXACT.max_new_tokens
 
 
-def test_bundled_prompts_and_answers_are_made_of_tokens_that_the_bundled_model_knows() -> None:
-    tokenizer = Tokenizer.load(demo.ASSETS / "model")
-    prompts, answers = (demo.read_lines(demo.ASSETS / name) for name in ("prompts.jsonl", "answers.jsonl"))
-    assert [line["id"] for line in prompts] == [line["id"] for line in answers]
-    never = {tokenizer.token_id("<|mask|>"), tokenizer.token_id("<unk>")}
-    for prompt, right in zip(prompts, answers, strict=True):
-        assert never.isdisjoint(tokenizer.encode_chat(prompt["messages"]))
-        ids = tokenizer.encode(right["answer"])
-        assert never.isdisjoint(ids)
-        assert tokenizer.decode(ids) == right["answer"]
-        assert len(ids) < demo.EXACT.max_new_tokens
+def test_the_bundled_tokenizer_is_that_of_the_task() -> None:
+    model = demo.ASSETS / "model"
+    for name, content in worksheet.tokenizer_files().items():
+        assert (model / name).read_bytes() == content
+
+
+def test_the_bundled_model_is_what_its_metrics_are_about() -> None:
+    """Someone may check it: which weights, how they were made, how often they are right."""
+    metrics = json.loads((demo.ASSETS / "metrics.json").read_text())
+    weights = (demo.ASSETS / "model" / "model.safetensors").read_bytes()
+    assert metrics["sha256"] == hashlib.sha256(weights).hexdigest()
+    assert len(weights) < 5e6
 
 
 @pytest.mark.slow

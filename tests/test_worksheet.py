@@ -19,28 +19,30 @@ TOKENIZER = worksheet.tokenizer()
 
 # Worked out by hand.
 ANSWERS = {
-    "1. add 7 8 2. last": "1. 7 + 8 = 15 2. 15 done",
-    "1. add 0 0 2. last": "1. 0 + 0 = 0 2. 0 done",
-    "1. add 9 9 2. last": "1. 9 + 9 = 18 2. 18 done",
-    "1. copy lamp fish road 2. last": "1. lamp fish road 2. road done",
-    "1. next 41 7 60 2. last": "1. 42 8 61 2. 61 done",
-    "1. next 0 98 9 2. last": "1. 1 99 10 2. 10 done",
-    "1. chain 3 4 2 9 2. last": "1. 3 7 9 8 2. 8 done",
-    "1. chain 0 9 1 5 5 2. last": "1. 0 9 0 5 0 2. 0 done",
-    "1. sort 52 7 31 2. last": "1. 7 31 52 2. 52 done",
-    "1. sort 10 9 99 0 9 2. last": "1. 0 9 9 10 99 2. 99 done",  # by size, not by spelling
-    "1. next 1 2. next 2 3. last": "1. 2 2. 3 3. 2 3 done",  # the label 2. is not the number 2
-    "1. add 7 8 2. chain 3 4 2 9 3. echo 2 4. last": "1. 7 + 8 = 15 2. 3 7 9 8 3. 3 7 9 8 4. 15 8 8 done",
+    "1. add 7 8 2. last": "1. add 7 + 8 = 15 2. last 15 done",
+    "1. add 0 0 2. last": "1. add 0 + 0 = 0 2. last 0 done",
+    "1. add 9 9 2. last": "1. add 9 + 9 = 18 2. last 18 done",
+    "1. copy lamp fish road 2. last": "1. copy lamp fish road 2. last road done",
+    "1. next 41 7 60 2. last": "1. next 42 8 61 2. last 61 done",
+    "1. next 0 98 9 2. last": "1. next 1 99 10 2. last 10 done",
+    "1. chain 3 4 2 9 2. last": "1. chain 3 7 9 8 2. last 8 done",
+    "1. chain 0 9 1 5 5 2. last": "1. chain 0 9 0 5 0 2. last 0 done",
+    "1. sort 52 7 31 2. last": "1. sort 7 31 52 2. last 52 done",
+    "1. sort 10 9 99 0 9 2. last": "1. sort 0 9 9 10 99 2. last 99 done",  # by size, not by spelling
+    "1. next 1 2. next 2 3. last": "1. next 2 2. next 3 3. last 2 3 done",  # the label 2. is not the number 2
+    "1. add 7 8 2. chain 3 4 2 9 3. echo 2 4. last": (
+        "1. add 7 + 8 = 15 2. chain 3 7 9 8 3. echo 3 7 9 8 4. last 15 8 8 done"
+    ),
     "1. add 7 8 2. copy lamp fish road 3. chain 3 4 2 9 4. echo 2 5. last": (
-        "1. 7 + 8 = 15 2. lamp fish road 3. 3 7 9 8 4. lamp fish road 5. 15 road 8 road done"
+        "1. add 7 + 8 = 15 2. copy lamp fish road 3. chain 3 7 9 8 4. echo lamp fish road 5. last 15 road 8 road done"
     ),
     "1. sort 5 4 2. echo 1 3. echo 2 4. next 5 5. echo 3 6. last": (
-        "1. 4 5 2. 4 5 3. 4 5 4. 6 5. 4 5 6. 5 5 5 6 5 done"
+        "1. sort 4 5 2. echo 4 5 3. echo 4 5 4. next 6 5. echo 4 5 6. last 5 5 5 6 5 done"
     ),
 }
 
 # Of 200 worksheets of each split. Another way of drawing changes them, and what all reported figures mean.
-DIGESTS = {"train": "e9e05d4f081f44ff", "validation": "f1d5862c621483ef", "test": "eb04d0893f9342f3"}
+DIGESTS = {"train": "5677e34cc0b208c1", "validation": "492dc6639a576fe8", "test": "6593121f85d6ae68"}
 
 
 def lines(text: str) -> list[list[str]]:
@@ -61,7 +63,8 @@ def block(split: str, seed: int, start: int, count: int = 1000) -> list[dict[str
 def dependent_tokens(query: str, response: str) -> int:
     """How many tokens of the response depend on earlier ones, by the table of the specification."""
     count = 0
-    for (kind, *_), answer in zip(lines(query), lines(response), strict=True):
+    for (kind, *_), (named, *answer) in zip(lines(query), lines(response), strict=True):
+        assert named == kind
         tokens = len(answer)
         count += {"chain": tokens - 1, "sort": tokens - 1, "echo": tokens, "last": tokens - 1}.get(kind, 0)
     return count
@@ -91,7 +94,8 @@ def test_every_thousand_worksheets_mix_long_short_parallel_and_sequential(split:
     assert sum(length < 12 for length in lengths) >= 100
     assert {3, 4, 5, 6} <= set(map(len, jobs)) <= {2, 3, 4, 5, 6}
     assert all(length < 12 for length, each in zip(lengths, jobs, strict=True) if len(each) == 2)
-    assert max(map(sum, zip(lengths, prompts, strict=True))) + 3 <= 192  # 3: the chat template and EOS
+    rendered = [(2 + prompt + 31) // 32 * 32 for prompt in prompts]
+    assert max(map(sum, zip(lengths, rendered, strict=True))) + 1 <= 192  # 1: EOS
     assert {kind for each in jobs for kind, *_ in each} == {"add", "copy", "next", "chain", "sort", "echo", "last"}
     assert {kind for each in jobs for kind, *_ in each[:-1]} == {"add", "copy", "next", "chain", "sort", "echo"}
     assert all(each[-1] == ["last"] for each in jobs)
@@ -230,7 +234,7 @@ def with_one_token_wrong(answer: str, rng: random.Random) -> list[str]:
 )
 def test_what_is_no_worksheet_is_refused(query: str) -> None:
     with pytest.raises(ValueError, match=r"is no (worksheet|job of a worksheet): "):
-        is_right(query, "1. 7 + 8 = 15 2. 15 done")
+        is_right(query, "1. add 7 + 8 = 15 2. last 15 done")
 
 
 @pytest.mark.parametrize(
@@ -269,12 +273,10 @@ def test_the_vocabulary_is_small_and_has_no_token_twice() -> None:
 
 def test_a_chat_has_one_token_per_role_and_one_after_answers() -> None:
     query = {"role": "user", "content": "1. add 7 8 2. last"}
-    answer = {"role": "assistant", "content": "1. 7 + 8 = 15 2. 15 done"}
-    assert texts([query]) == "<|user|> 1. add 7 8 2. last <|assistant|>"
-    assert texts([query, answer, query]) == (
-        "<|user|> 1. add 7 8 2. last <|assistant|> 1. 7 + 8 = 15 2. 15 done <|im_end|> "
-        "<|user|> 1. add 7 8 2. last <|assistant|>"
-    )
+    answer = {"role": "assistant", "content": "1. add 7 + 8 = 15 2. last 15 done"}
+    asked = "<|user|> 1. add 7 8 2. last" + 24 * " <|pad|>" + " <|assistant|>"  # 32 tokens
+    assert texts([query]) == asked
+    assert texts([query, answer, query]) == f"{asked} 1. add 7 + 8 = 15 2. last 15 done <|im_end|> {asked}"
     assert TOKENIZER.decode(TOKENIZER.encode_chat([query])) == query["content"]
     with pytest.raises(ValueError, match="there are only the roles user and assistant, not system"):
         TOKENIZER.encode_chat([{"role": "system", "content": "1. add 7 8 2. last"}])

@@ -2,10 +2,10 @@
 
     python -m refusion_jax.data.worksheet --split test --seed 1 --count 500 --output FILE.jsonl
 
-A query is a numbered list of jobs; the response does them in order. Every number and word is one token.
+A query is a numbered list of jobs; the response names and does them in order. Every number and word is one token.
 
     query     1. add 7 8 2. chain 3 4 2 9 3. echo 2 4. last
-    response  1. 7 + 8 = 15 2. 3 7 9 8 3. 3 7 9 8 4. 15 8 8 done
+    response  1. add 7 + 8 = 15 2. chain 3 7 9 8 3. echo 3 7 9 8 4. last 15 8 8 done
 
     job             answer                                    depends on
     add 7 8         7 + 8 = 15                                the query (two digits)
@@ -46,12 +46,11 @@ SHARES: dict[str, range] = {"train": range(8), "validation": range(8, 9), "test"
 """The tenths of all queries that belong to each split."""
 
 # How worksheets are drawn; an entry that stands twice is drawn twice as often. Job counts are without ``last``.
-KINDS = (
-    *("echo", "echo", "echo", "add", "copy", "copy", "next", "next"),
-    *("chain", "chain", "chain", "sort", "sort"),
-)
 JOB_COUNTS = (2, 3, 4, 5, 5, 5, 5, 5, 5)
-OPERANDS = {"copy": range(13, 18), "next": range(13, 18), "chain": range(3, 6), "sort": range(2, 5)}
+ECHOES = (0, 1, 1, 1, 2)
+"""Jobs that are echoes; they come last, as what is behind an echo stands at a place that depends on its length."""
+KINDS = ("add", "copy", "copy", "next", "next", "chain", "chain", "chain", "sort", "sort")
+OPERANDS = {"copy": range(10, 15), "next": range(10, 15), "chain": range(3, 6), "sort": range(2, 5)}
 # One worksheet of every eight is short: its answer has fewer than 12 tokens.
 SHORT_EVERY = 8
 SHORT_TOKENS = 12
@@ -93,9 +92,13 @@ VOCABULARY = (
 )
 """All tokens, by id."""
 
+# A user's turn takes a multiple of 32 tokens, up to <|assistant|>. The answer to an operand then stands at one of a few
+# distances behind it, which is all that a mask amid others can go by.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
-{%- if message.role == 'user' -%}{{ '<|user|> ' + message.content + ' ' }}
+{%- if message.role == 'user' -%}
+{%- set space = (-2 - message.content.split() | length) % 32 -%}
+{{ '<|user|> ' + message.content + ' ' + '<|pad|> ' * space }}
 {%- elif message.role == 'assistant' -%}{{ '<|assistant|> ' + message.content + ' <|im_end|> ' }}
 {%- else -%}{{ raise_exception('there are only the roles user and assistant, not ' + message.role) }}
 {%- endif -%}
@@ -133,28 +136,29 @@ def _hash(text: str) -> int:
 
 def _draw_worksheet(uniform: Uniform, short: bool) -> tuple[str, str]:
     """A query and its response."""
-    queries: list[str] = []
-    answers: list[list[str]] = []
+    jobs = _choice(uniform, SHORT_JOB_COUNTS if short else JOB_COUNTS)
+    echoes = min(_choice(uniform, ECHOES), jobs - 1)
+    kinds = [*(_choice(uniform, KINDS) for _ in range(jobs - echoes)), *["echo"] * echoes, "last"]
     sizes = SHORT_OPERANDS if short else OPERANDS
     words, numbers = _shuffled(uniform, len(WORDS)), _shuffled(uniform, 99)  # no word or number is drawn twice
-    for _ in range(_choice(uniform, SHORT_JOB_COUNTS if short else JOB_COUNTS)):
-        kind = _choice(uniform, KINDS)
-        while kind == "echo" and not answers:
-            kind = _choice(uniform, KINDS)
-        if kind == "echo":
+    queries: list[list[str]] = []
+    answers: list[list[str]] = []
+    for kind in kinds:
+        if kind == "last":
+            operands, answer = [], [*(answer[-1] for answer in answers), "done"]
+        elif kind == "echo":
             job = int(uniform() * len(answers))
             operands, answer = [NUMBERS[job + 1]], answers[job]
         else:
             count = _choice(uniform, sizes[kind]) if kind in sizes else 2
             operands, answer = _draw_job(uniform, kind, count, words, numbers)
-        queries.append(f"{kind} {' '.join(operands)}")
+        queries.append(operands)
         answers.append(answer)
-    answers.append([*(answer[-1] for answer in answers), "done"])
-    return _numbered([*queries, "last"]), _numbered(map(" ".join, answers))
+    return _numbered(kinds, queries), _numbered(kinds, answers)
 
 
-def _numbered(lines: Iterable[str]) -> str:
-    return " ".join(f"{number}. {line}" for number, line in enumerate(lines, 1))
+def _numbered(kinds: Iterable[str], lines: Iterable[Sequence[str]]) -> str:
+    return " ".join(" ".join([label, kind, *line]) for label, kind, line in zip(LABELS, kinds, lines, strict=False))
 
 
 def _draw_job(
@@ -220,7 +224,8 @@ def solve(query: str) -> str:
     for job in jobs[:-1]:
         answers.append(_solve_job(job, answers))
     answers.append(" ".join([*(answer.split()[-1] for answer in answers), "done"]))
-    return " ".join(f"{label} {answer}" for label, answer in zip(labels, answers, strict=True))
+    kinds = [job.split(" ")[0] for job in jobs]
+    return " ".join(" ".join(line) for line in zip(labels, kinds, answers, strict=True))
 
 
 def _solve_job(job: str, answers: Sequence[str]) -> str:
