@@ -3,9 +3,9 @@
     python -m benchmarks.ablations [--steps N] [--output DIR] [--worksheets 500] [--seed 0] [--only NAME,...]
 
 Every variant is trained with the settings of configs/tiny.py, for as many steps, on the same examples in the same
-order; forward process and loss alone differ. ``causal-then-refusion`` shares the steps out: five sixths left to right
-(``causal``), then the rest, a fifth of those, as ReFusion; each of the two has a learning rate schedule of its own. All
-models answer the same worksheets of the test split, which training never sees.
+order; forward process and loss alone differ. ``causal-then-refusion`` shares the steps out: four fifths left to right
+(``causal``), then one fifth as ReFusion; each of the two has a learning rate schedule of its own. All models answer
+the same worksheets of the test split, which training never sees.
 
 A variant is trained in DIR/NAME. A command that was interrupted goes on where it stopped, and what is finished is
 neither trained nor decoded again. All figures and settings are in DIR/ablations.json.
@@ -55,7 +55,7 @@ class Variant:
     """Fields of ForwardConfig."""
     start: str | None = None
     """The variant whose trained model it starts from; None: as in the config."""
-    sixths: tuple[int, int] = (0, 6)
+    fifths: tuple[int, int] = (0, 5)
     """The part of all steps that are its own, behind those of ``start``: from, to."""
 
 
@@ -66,8 +66,8 @@ VARIANTS = {
     "no-permutation": Variant({"permute": False}),
     "slot-size-1": Variant({"slot_sizes": (1,)}),
     "fixed-slot-size": Variant({"slot_sizes": (8,)}),
-    "causal": Variant({"objective": "ar"}, sixths=(0, 5)),
-    "causal-then-refusion": Variant(start="causal", sixths=(5, 6)),
+    "causal": Variant({"objective": "ar"}, fifths=(0, 4)),
+    "causal-then-refusion": Variant(start="causal", fifths=(4, 5)),
 }
 
 
@@ -106,7 +106,7 @@ def settings_of(name: str, config: TrainConfig, output: Path) -> TrainConfig:
     """The settings of a variant: ``config``, but for what makes it a variant, and one measurement, at the end."""
     variant = VARIANTS[name]
     assert config.train.steps is not None
-    begin, end = (config.train.steps * sixths // 6 for sixths in variant.sixths)
+    begin, end = (config.train.steps * fifths // 5 for fifths in variant.fifths)
     steps = end - begin
     model = config.model
     if variant.start is not None:

@@ -48,7 +48,7 @@ def get_config() -> TrainConfig:
             weight_decay=0.01,
         ),
         evaluation=EvaluationConfig(
-            every=4000,
+            every=8000,
             examples=128,
             answers=100,
             decode=DecodeConfig(max_new_tokens=96, slot_size=8, block_size=32),
