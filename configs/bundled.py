@@ -11,4 +11,4 @@ from refusion_jax import DecodeConfig
 
 
 def get_config() -> DecodeConfig:
-    return DecodeConfig(max_new_tokens=96, slot_size=8, block_size=32)
+    return DecodeConfig(max_new_tokens=96, slot_size=16, block_size=32)

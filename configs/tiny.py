@@ -51,7 +51,7 @@ def get_config() -> TrainConfig:
             every=8000,
             examples=128,
             answers=100,
-            decode=DecodeConfig(max_new_tokens=96, slot_size=8, block_size=32),
+            decode=DecodeConfig(max_new_tokens=96, slot_size=16, block_size=32),
             batch_size=20,
         ),
     )

@@ -31,7 +31,7 @@ from refusion_jax.data import worksheet
 from refusion_jax.decoding.generate import Generation, Stats, generate
 from refusion_jax.model.hf import load
 
-EXACT = DecodeConfig(max_new_tokens=96, slot_size=8, block_size=32)
+EXACT = DecodeConfig(max_new_tokens=96, slot_size=16, block_size=32)
 MODES = {
     "ar": dataclasses.replace(EXACT, method="ar"),
     "threshold": dataclasses.replace(EXACT, verify="threshold"),
