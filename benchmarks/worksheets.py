@@ -32,12 +32,12 @@ from refusion_jax.training.identity import write_whole
 ROWS = 20
 """Worksheets that are decoded together."""
 WAYS = {
-    "exact, slot 8, block 32": demo.EXACT,
-    "exact, slot 8, block 8": dataclasses.replace(demo.EXACT, block_size=8),
-    "exact, slot 16, block 32": dataclasses.replace(demo.EXACT, slot_size=16),
+    "exact, slot 16, block 32": demo.EXACT,
     "exact, slot 32, block 32": dataclasses.replace(demo.EXACT, slot_size=32),
-    "threshold, slot 8, block 32": dataclasses.replace(demo.EXACT, verify="threshold"),
-    "left to right": dataclasses.replace(demo.EXACT, method="ar", ar_first="mask"),
+    "exact, slot 8, block 32": dataclasses.replace(demo.EXACT, slot_size=8),
+    "exact, slot 8, block 8": dataclasses.replace(demo.EXACT, slot_size=8, block_size=8),
+    "threshold, slot 16, block 32": dataclasses.replace(demo.EXACT, verify="threshold"),
+    "left to right": dataclasses.replace(demo.EXACT, method="ar"),
 }
 
 

@@ -2,7 +2,7 @@
 
     python decode.py --preset configs/bundled.py
 
-answers all 12 bundled prompts right with 4.7 tokens per forward pass.
+answers all 12 bundled prompts right with 10.8 tokens per forward pass.
 """
 
 from __future__ import annotations
