@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import sys
@@ -25,6 +26,7 @@ from rich.table import Table
 import refusion_jax as rf
 from refusion_jax import demo
 from refusion_jax.cli.options import UserError, parse
+from refusion_jax.cli.output import check_output
 from refusion_jax.cli.process import keep_compiled_programs
 from refusion_jax.data import worksheet
 from refusion_jax.training.identity import write_whole
@@ -84,6 +86,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """Do what ``args`` (of the process, if None) ask for. Returns the exit code."""
     try:
         options = parse(Options, sys.argv[1:] if args is None else args, Options())
+        if options.output is not None:
+            check_output(options.output, io.BytesIO())
         keep_compiled_programs()
         directory = demo.ASSETS / "model" if options.model is None else Path(options.model)
         model = rf.load(directory)

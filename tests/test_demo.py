@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
+from benchmarks import worksheets
 from refusion_jax import Generation, Stats, demo
 from refusion_jax.data import worksheet
 
@@ -143,6 +144,25 @@ def test_the_bundled_model_is_what_its_metrics_are_about() -> None:
     weights = (demo.ASSETS / "model" / "model.safetensors").read_bytes()
     assert metrics["sha256"] == hashlib.sha256(weights).hexdigest()
     assert len(weights) < 5e6
+
+
+@pytest.mark.slow
+def test_the_bundled_model_is_as_often_right_on_other_worksheets(tmp_path: Path) -> None:
+    """Of a seed that neither its metrics nor the bundled prompts are from."""
+    file = tmp_path / "figures.json"
+    assert worksheets.main(["--worksheets", "200", "--seed", "3", "--output", str(file)]) == 0
+    decoded = json.loads(file.read_text())["decoded"]
+    for way in ("exact, slot 16, block 32", "left to right"):
+        assert decoded[way]["right"] >= 0.97
+    assert decoded["exact, slot 16, block 32"]["tokens_per_forward"] > 5
+    assert decoded["left to right"]["tokens_per_forward"] == 1
+
+
+def test_a_benchmark_whose_output_cannot_be_written_says_so_before_it_decodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert worksheets.main(["--output", str(tmp_path / "missing" / "figures.json")]) == 2
+    assert "does not exist; make it first" in capsys.readouterr().err
 
 
 @pytest.mark.slow
