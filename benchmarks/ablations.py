@@ -149,8 +149,11 @@ def measure(config: TrainConfig, sheets: Sequence[Mapping[str, str]], test: Mapp
     run = Path(config.run)
     ways = ways_to_decode(config.forward, config.evaluation.decode)
     model = loop.train(config)  # one that is finished is only read, and its settings are checked
+    identity = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    if identity["start"]["checkpoint"] is not None:  # an absolute path, which means nothing elsewhere
+        identity["start"]["checkpoint"] = os.path.relpath(identity["start"]["checkpoint"], run)
     settings = {
-        "run": json.loads((run / "run.json").read_text(encoding="utf-8")),
+        "run": identity,
         "test": dict(test),
         "decoded": {way: dataclasses.asdict(settings) for way, settings in ways.items()},
     }

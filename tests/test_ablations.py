@@ -89,6 +89,7 @@ def test_figures_of_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert json.loads((output / name / "figures.json").read_text()) == result
     assert set(results["slot-size-1"]["figures"]["held_out"]) == {"masked/slot_1", "loss"}
     assert set(results["causal"]["figures"]["held_out"]) == {"ar", "loss"}
+    assert results["causal-then-refusion"]["settings"]["run"]["start"]["checkpoint"] == "../causal/model"
 
     def refuse(*_: object) -> None:
         raise AssertionError("decoded again")
