@@ -1,11 +1,23 @@
 """ReFusion in JAX: language models that plan, infill and commit slots of text in parallel."""
 
 from refusion_jax.config import DecodeConfig, ModelConfig
-from refusion_jax.decoding.generate import Generation, Stats, generate
+from refusion_jax.decoding.generate import Generation, Stats, Update, generate, stream
 from refusion_jax.model import Model
 from refusion_jax.model.hf import export_hf, load
 from refusion_jax.sharding import make_mesh
 
 __version__ = "0.1.0"
 
-__all__ = ["DecodeConfig", "Generation", "Model", "ModelConfig", "Stats", "export_hf", "generate", "load", "make_mesh"]
+__all__ = [
+    "DecodeConfig",
+    "Generation",
+    "Model",
+    "ModelConfig",
+    "Stats",
+    "Update",
+    "export_hf",
+    "generate",
+    "load",
+    "make_mesh",
+    "stream",
+]

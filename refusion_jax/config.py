@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from typing import Literal
+from typing import Any, Literal
 
 OFFICIAL_SLOT_SIZES = (4, 8, 16, 32)
 """Slot sizes that the official checkpoints were trained with (ReFusion, section 4.3)."""
@@ -63,6 +63,12 @@ class ModelConfig:
                 raise ValueError(f"token id {token} is both the mask and an end of text; a mask is never written")
 
 
+def check_seed(seed: Any, name: str) -> None:
+    """Raise ValueError unless ``seed`` is one, calling it by ``name``."""
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= int(seed) < 2**32:
+        raise ValueError(f"{name}={seed!r} must be an integer in 0..{2**32 - 1}")
+
+
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
     """How prompts are decoded. The output depends on the prompt and these settings, never on the batch.
@@ -85,6 +91,23 @@ class DecodeConfig:
     """Drafted tokens whose probability exceeds it pass, the paper's tau_token; verify="threshold" only."""
     verify: Literal["exact", "threshold"] = "exact"
     """exact gives the tokens of the sequential process; threshold is the paper's algorithm."""
+    planner: Literal["confidence", "mean", "entropy", "random", "left_to_right"] = "confidence"
+    """How certain a slot is: the probability of its first token, the mean of all its masks, the entropy at the first,
+    a random number, or less than every slot before it (one slot at a time)."""
+    temperature: float = 0.0
+    """Tokens are drawn from the distribution at this temperature; 0 takes the most likely one."""
+    top_k: int = 0
+    """Draw among the tokens that are no less likely than the k-th; 0: among all."""
+    top_p: float = 1.0
+    """Draw among the most likely tokens that together have this probability."""
+    seed: int = 0
+    """Of the noise, together with the prompt's place in the input (or its own seed) and the token's position."""
+    num_samples: int = 1
+    """Answers to every prompt, drawn one independently of the other; the prompt is computed once."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer: it is cut before the first of them."""
+    untempered_logprobs: bool = False
+    """Log-probabilities of the answer are the model's own, not those after temperature, top_k and top_p."""
     compat: Literal["official"] | None = None
     """official gives the tokens of the official code, bug for bug (compared in float32)."""
     serial_num_blocks: int | None = None
@@ -96,28 +119,44 @@ class DecodeConfig:
         choices: dict[str, tuple[str | None, ...]] = {
             "method": ("refusion", "ar"),
             "verify": ("exact", "threshold"),
+            "planner": ("confidence", "mean", "entropy", "random", "left_to_right"),
             "compat": (None, "official"),
             "ar_first": ("mask", "token"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, allowed))}")
-        for name in ("max_new_tokens", "slot_size", "block_size", "serial_num_blocks"):
+        at_least_1 = ("max_new_tokens", "slot_size", "block_size", "serial_num_blocks", "num_samples")
+        for name in (*at_least_1, "top_k"):
             value = getattr(self, name)
             if value is None and name == "serial_num_blocks":
                 continue
             if isinstance(value, bool) or not isinstance(value, numbers.Integral):
                 raise ValueError(f"{name}={value!r} must be an integer")
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        for name in ("slot_threshold", "token_threshold"):
+            if value < (name in at_least_1):
+                raise ValueError(f"{name}={value} must be at least {int(name in at_least_1)}")
+        for name in ("slot_threshold", "token_threshold", "temperature", "top_p"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value:
                 raise ValueError(f"{name}={value!r} is not a number")
+        check_seed(self.seed, "seed")
+        if not (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6):
+            raise ValueError(f"temperature={self.temperature} must be 0 (the most likely token) or in 1e-6..1e6")
+        if self.num_samples > 1 and self.temperature == 0:
+            raise ValueError(f"num_samples={self.num_samples} answers would be the same: set a temperature above 0")
+        if not isinstance(self.stop, tuple) or not all(isinstance(string, str) and string for string in self.stop):
+            raise ValueError(f"stop={self.stop!r} must be a tuple of strings, none of them empty")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
         if self.compat is None and self.serial_num_blocks is not None:
             raise ValueError(f"serial_num_blocks={self.serial_num_blocks} belongs to compat='official'; set block_size")
         if self.compat == "official" and self.method == "ar":
             raise ValueError("compat='official' is a way of method='refusion', not of method='ar'")
+        if self.compat == "official" and (self.temperature or self.planner != "confidence" or self.stop):
+            raise ValueError(
+                "compat='official' is greedy, plans by confidence and knows no stop strings: leave temperature, "
+                "planner and stop out"
+            )
         if self.method == "refusion":
             self.blocks()
 

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from refusion_jax.decoding import engine
 from refusion_jax.decoding.row import DRAFT, PLAN, VERIFY
-from refusion_jax.decoding.sampling import Scores
+from refusion_jax.decoding.sampling import Scores, request_key
 from refusion_jax.decoding.window import SHARED
+from refusion_jax.sharding import put_rows, row_shards
 from tests.twins.context import Model, banned
 
 _init = jax.jit(lambda method, *prompt: method.init(*prompt))
@@ -46,7 +47,12 @@ class Driven:
 
 
 def decode(
-    method: engine.Method, model: Model, prompt: Sequence[int], max_new_tokens: int, capacity: int | None = None
+    method: engine.Method,
+    model: Model,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    capacity: int | None = None,
+    request: tuple[int, int, int] = (0, 0, 0),
 ) -> Driven:
     """`prompt` and `max_new_tokens` positions are `capacity` at most, by default what the engine takes for them."""
     P = len(prompt)
@@ -54,7 +60,8 @@ def decode(
     assert P + max_new_tokens <= S
     tokens = np.zeros(S, np.int32)
     tokens[:P] = prompt
-    row = jax.device_get(_init(method, tokens, np.int32(P), np.int32(max_new_tokens)))
+    noise = request_key(*request)
+    row = jax.device_get(_init(method, tokens, np.int32(P), np.int32(max_new_tokens), noise))
 
     cache: dict[int, tuple[NDArray, NDArray]] = {}
     _, keys, values = model.forward(np.array(prompt), np.arange(P), np.tri(P, dtype=bool))
@@ -144,7 +151,7 @@ def _scores(method: engine.Method, model: Model, window: Any, entries: NDArray, 
     if window.asked is not None:
         asked = np.zeros(T, np.float32)
         asked[entries] = (exponents / total)[np.arange(len(entries)), window.asked[entries]]
-    return Scores(tokens, logprob, asked)
+    return Scores(tokens, logprob, logprob, asked)
 
 
 def _plan(report: Any, P: int, slot_size: int) -> tuple[list[int], list[int]]:
@@ -155,3 +162,16 @@ def _plan(report: Any, P: int, slot_size: int) -> tuple[list[int], list[int]]:
         [base + first for first in firsts if report.planned[first]],
         [base + first for first in firsts if report.chosen[first]],
     )
+
+
+def begin(
+    model: Any, method: engine.Method, tokens: Any, lengths: Any, budgets: Any, *, width: int | None = None
+) -> engine.State:
+    """A batch whose prompts [B, S] are all cached, before the first step."""
+    rows, capacity = tokens.shape
+    noise = np.stack([np.zeros(rows), np.arange(rows), np.zeros(rows)], 1).astype(np.uint32)
+    per_shard = np.tile(np.arange(rows // row_shards(), dtype=np.int32), row_shards())
+    arrivals = engine.Arrivals(*put_rows((tokens, lengths, budgets, noise, per_shard)))
+    state = engine.idle(method, config=model.config, rows=rows, capacity=capacity)
+    width = engine.prefill_width(int(np.max(lengths))) if width is None else width
+    return engine.admit(model.params, method, state, arrivals, None, config=model.config, width=width)

@@ -18,7 +18,7 @@ import refusion_jax as rf
 from refusion_jax.decoding import engine
 from refusion_jax.decoding.autoregressive import Autoregressive
 from refusion_jax.decoding.exact import Exact
-from refusion_jax.decoding.generate import method_of
+from refusion_jax.decoding.methods import method_of
 from tests import drive
 from tests.twins import autoregressive, exact, golden, official
 
@@ -36,14 +36,12 @@ def start(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    width = engine.prefill_width(int(lengths.max()))
-    return engine.begin(
-        model.params, method, tokens, lengths, np.array(budgets, np.int32), config=model.config, width=width
-    )
+    return drive.begin(model, method, tokens, lengths, np.array(budgets, np.int32))
 
 
 def run(model: rf.Model, method: engine.Method, state: engine.State, limit: int = 1000) -> engine.State:
-    return engine.run(model.params, method, state, jnp.int32(limit), config=model.config)
+    rows = jnp.int32(len(state.rows.end))
+    return engine.run(model.params, method, state, jnp.int32(limit), rows, config=model.config)
 
 
 def answer(state: engine.State, row: int) -> list[int]:

@@ -13,8 +13,9 @@ import pytest
 
 import refusion_jax as rf
 from refusion_jax.decoding import engine, sampling
-from refusion_jax.decoding.generate import method_of
+from refusion_jax.decoding.methods import method_of
 from refusion_jax.sharding import ROWS, TENSOR, per_shard, put_rows, reshard
+from tests import drive
 from tests.twins import autoregressive, exact, golden, official
 
 CONFIG = rf.DecodeConfig(max_new_tokens=exact.MAX_NEW_TOKENS, slot_size=8, block_size=8)
@@ -121,12 +122,11 @@ def test_more_devices_than_heads_are_refused_with_both_numbers() -> None:
 
 def compiled_loop(model: rf.Model, config: rf.DecodeConfig, capacity: int) -> tuple[jax.stages.Compiled, engine.State]:
     """The loop over four rows; other tests run the same program."""
-    tokens, lengths, budgets = put_rows(
-        (np.zeros((4, capacity), np.int32), np.full(4, 80, np.int32), np.full(4, config.max_new_tokens, np.int32))
-    )
+    tokens, lengths = np.zeros((4, capacity), np.int32), np.full(4, 80, np.int32)
     method = method_of(model.config, config)
-    state = engine.begin(model.params, method, tokens, lengths, budgets, config=model.config, width=96)
-    return engine.run.lower(model.params, method, state, jnp.int32(64), config=model.config).compile(), state
+    state = drive.begin(model, method, tokens, lengths, np.full(4, config.max_new_tokens, np.int32))
+    args = model.params, method, state, jnp.int32(64), jnp.int32(4)
+    return engine.run.lower(*args, config=model.config).compile(), state
 
 
 def check_cache_stays_where_it_is(compiled: jax.stages.Compiled, state: engine.State) -> None:

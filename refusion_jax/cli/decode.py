@@ -24,8 +24,11 @@ from refusion_jax.cli.options import UserError, parse, read_settings
 from refusion_jax.cli.output import STDOUT, check_output, write_output
 from refusion_jax.cli.process import keep_compiled_programs, warnings_in_one_line
 from refusion_jax.cli.prompts import Line, read_prompts
+from refusion_jax.cli.resume import Finished, digest, partial
 from refusion_jax.config import DecodeConfig
-from refusion_jax.decoding.generate import Generation, encode, generate, method_of
+from refusion_jax.decoding.batch import Usage
+from refusion_jax.decoding.generate import Generation, Job, decode, prepare
+from refusion_jax.decoding.methods import method_of
 from refusion_jax.model import Model
 from refusion_jax.model.hf import load
 from refusion_jax.presets import PRESETS
@@ -46,13 +49,15 @@ class Options:
       {"prompt": "text"}                                   plain text, taken as it is
       {"messages": [{"role": "user", "content": "text"}]}  a chat, through the model's template
       {"prompt_ids": [5, 6, 7]}                            token ids
-      and, if wanted, an "id": a string or an integer, which is copied to the output.
-      Without it, the id is the number of the line, counted from 0.
+      and, if wanted, an "id": a string or an integer, which is copied to the output
+      (without it, the id is the number of the line, counted from 0), and a "seed": an
+      integer which takes the place of the line's number in what its noise follows from.
       Blank lines are skipped. Every line is checked before anything is decoded.
 
     Output: one JSON object a line, in the order of the input, with
-      id, text, token_ids, stats, and finish_reason: "stop" if the model ended the answer,
-      "length" if the budget of tokens was spent; with --trace also trace and commit_order.
+      id, text, token_ids, stats, and finish_reason: "stop" if the model or a stop string ended
+      the answer, "length" if the budget of tokens was spent; with several samples also sample,
+      with --logprobs also logprobs, with --trace also trace and commit_order.
       It is written when everything is decoded, whole or not at all. A summary goes to stderr.
 
     Exit code: 0; 2 for what you can mend, which is said in one sentence; 130 for Ctrl-C.
@@ -77,6 +82,11 @@ class Options:
     """Of weights and activations; auto is bfloat16 on accelerators and float32 on CPU."""
     trace: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """Also record every forward pass; slower."""
+    logprobs: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """Also write the log-probability of every token."""
+    resume: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
+    """Keep finished answers in OUTPUT.partial until all are there, and go on from those that an interrupted run left;
+    they are found by their ids."""
     decoding: Annotated[DecodeConfig, arg(name="")] = dataclasses.field(default_factory=DecodeConfig)
 
     def __post_init__(self) -> None:
@@ -118,19 +128,21 @@ def run(args: Sequence[str]) -> None:
         check_output(options.output, file)
         lines = read_prompts(file.read(), name)
     keep_compiled_programs()
-    model = load_model(options)
-    prompts = encode_prompts(model, lines, options.decoding)
-
+    job = prepare_job(load_model(options), lines, options)
+    kept = open_finished(options, lines)
     print(
         f"{'bundled model' if options.model is None else options.model}, {len(lines)} prompts from {name}",
         file=sys.stderr,
     )
     start = time.perf_counter()
-    with compiling() as spans, tqdm.tqdm(total=len(lines), unit="prompt", leave=False, disable=None) as bar:
-        answers = decode(model, prompts, options, on_progress=lambda batch: bar.update(len(batch)))
+    usage = Usage()
+    with compiling() as spans, tqdm.tqdm(total=job.answers, unit="answer", leave=False, disable=None) as bar:
+        outputs = decode_lines(job, lines, options, kept, usage, bar.update)
     seconds = time.perf_counter() - start
-    write_output(options.output, [output_line(line, answer) for line, answer in zip(lines, answers, strict=True)])
-    print(summary(answers, seconds, covered(spans)), file=sys.stderr)
+    write_output(options.output, [as_bytes(output) for output in outputs])
+    if kept is not None:
+        kept.close(remove=True)
+    print(summary(outputs, usage, seconds, covered(spans)), file=sys.stderr)
 
 
 # ---- Options ----
@@ -159,10 +171,13 @@ def read_preset(name: str) -> DecodeConfig:
 
 def unread(config: DecodeConfig) -> list[str]:
     """The settings that have no effect beside the others."""
+    drawing = ["top_k", "top_p", "untempered_logprobs"] if config.temperature == 0 else []
+    if config.temperature == 0 and config.planner != "random":
+        drawing.append("seed")
     if config.method == "ar":
-        names = ["block_size", "slot_threshold", "token_threshold", "verify"]
-        return names if config.ar_first == "mask" else ["slot_size", *names]
-    names = ["ar_first"]
+        names = ["block_size", "slot_threshold", "token_threshold", "verify", "planner"]
+        return drawing + (names if config.ar_first == "mask" else ["slot_size", *names])
+    names = ["ar_first", *drawing]
     if config.compat is None and config.verify == "exact":
         names.append("token_threshold")
     if config.serial_num_blocks is not None:
@@ -211,36 +226,77 @@ def load_model(options: Options) -> Model:
     return model
 
 
-def encode_prompts(model: Model, lines: Sequence[Line], config: DecodeConfig) -> list[list[int]]:
-    """The token ids of all prompts. Raises UserError, with the line's place."""
+def prepare_job(model: Model, lines: Sequence[Line], options: Options) -> Job:
+    """All prompts as token ids, and how they are decoded. Raises UserError, with the line's place."""
     try:
-        return [encode(model, line.prompt, config, f"{line.place}: the prompt") for line in lines]
+        return prepare(
+            model,
+            [line.prompt for line in lines],
+            options.decoding,
+            batch_size=options.batch_size,
+            seeds=[line.seed for line in lines],
+            names=[f"{line.place}: the prompt" for line in lines],
+        )
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def open_finished(options: Options, lines: Sequence[Line]) -> Finished | None:
+    """Where finished answers are kept, if that is wanted. Raises UserError."""
+    if not options.resume:
+        if options.output != STDOUT and partial(options.output).exists():
+            warnings.warn(f"{partial(options.output)} holds answers of an interrupted run; --resume uses them",
+                          stacklevel=2)  # fmt: skip
+        return None
+    if options.trace:
+        raise UserError("--resume keeps no traces; leave one of --resume and --trace out")
+    places: dict[str | int, str] = {}
+    for line in lines:
+        if line.id in places:
+            raise UserError(
+                f"--resume tells answers apart by their ids, and {line.place} has that of {places[line.id]}"
+            )
+        places[line.id] = line.place
+    settings = dataclasses.asdict(options.decoding)
+    model = "the bundled model" if options.model is None else os.path.realpath(options.model)
+    return Finished(options.output, {"model": model, "dtype": options.dtype, "logprobs": options.logprobs} | settings)
 
 
 # ---- Decoding ----
 
 
-def decode(
-    model: Model, prompts: list[list[int]], options: Options, on_progress: Callable[[list[Generation]], None]
-) -> list[Generation]:
-    """The answers. Raises UserError if there is not enough memory, or the weights give no numbers."""
+def decode_lines(
+    job: Job,
+    lines: Sequence[Line],
+    options: Options,
+    kept: Finished | None,
+    usage: Usage,
+    on_progress: Callable[[int], object],
+) -> list[dict[str, Any]]:
+    """The output lines. Raises UserError if there is not enough memory, or the weights give no numbers."""
+    outputs: dict[int, dict[str, Any]] = {}
+    samples = job.config.num_samples
+    keys = [(line.id, sample) for line in lines for sample in range(samples)]
+    digests = [digest(prompt, noise) for prompt, noise in zip(job.prompts, job.noise, strict=True)]
+    if kept is not None:
+        for number, key in enumerate(keys):
+            if (output := kept.get(key, digests[number // samples])) is not None:
+                outputs[number] = output
+    on_progress(len(outputs))
     try:
-        return generate(
-            model,
-            prompts,
-            options.decoding,
-            batch_size=options.batch_size,
-            trace=options.trace,
-            on_progress=on_progress,
-        )
+        for ended in decode(job, skip=frozenset(outputs), trace=options.trace, usage=usage):
+            for number, answer in ended.items():
+                outputs[number] = output_line(*keys[number], answer, options)
+                if kept is not None:
+                    kept.add(keys[number], digests[number // samples], outputs[number])
+            on_progress(len(ended))
     except ValueError as error:
         raise UserError(str(error)) from error
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise UserError(f"out of memory; lower --batch-size={options.batch_size} or --max-new-tokens") from error
+    return [outputs[number] for number in range(job.answers)]
 
 
 @contextlib.contextmanager
@@ -272,37 +328,47 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 # ---- Output ----
 
 
-def output_line(line: Line, answer: Generation) -> bytes:
-    """One answer as a line of JSON."""
-    fields: dict[str, Any] = {
-        "id": line.id,
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason,
-        "stats": dataclasses.asdict(answer.stats),
-    }
+def output_line(id: str | int, sample: int, answer: Generation, options: Options) -> dict[str, Any]:
+    """One answer as an object of JSON."""
+    fields: dict[str, Any] = {"id": id}
+    if options.decoding.num_samples > 1:
+        fields["sample"] = sample
+    fields |= {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+    if options.logprobs:
+        fields["logprobs"] = answer.logprobs
+    fields["stats"] = dataclasses.asdict(answer.stats)
     if answer.trace is not None:
         fields |= {"trace": answer.trace, "commit_order": answer.commit_order}
+    return fields
+
+
+def as_bytes(fields: dict[str, Any]) -> bytes:
+    """One object as a line of JSON."""
     text = json.dumps(fields, ensure_ascii=False)
     for end in "\x85\u2028\u2029":  # what str.splitlines would cut at; JSON escapes the others itself
         text = text.replace(end, f"\\u{ord(end):04x}")
     return text.encode() + b"\n"
 
 
-def summary(answers: Sequence[Generation], seconds: float, compile_seconds: float) -> str:
-    """What was decoded and what it cost. Every rate is a total over a total, and speed does not count compiling."""
+def summary(outputs: Sequence[dict[str, Any]], usage: Usage, seconds: float, compile_seconds: float) -> str:
+    """What was decoded and what it cost. Every rate is a total over a total, and speed does not count compiling.
+
+    Answers of an earlier run count in all but the speed.
+    """
     tokens, forwards, positions, padded = (
-        sum(getattr(answer.stats, name) for answer in answers)
+        sum(output["stats"][name] for output in outputs)
         for name in ("tokens", "forwards", "positions", "padded_positions")
     )
-    stopped = sum(answer.finish_reason == "stop" for answer in answers)
+    stopped = sum(output["finish_reason"] == "stop" for output in outputs)
     decoding = max(seconds - compile_seconds, 1e-6)
+    now = usage.tokens
     return (
-        f"{len(answers)} answers: {stopped} ended, {len(answers) - stopped} cut by the budget\n"
-        f"{tokens / decoding:.1f} tokens/s: {tokens} tokens in {decoding:.2f} s, without {compile_seconds:.2f} s of "
+        f"{len(outputs)} answers: {stopped} ended, {len(outputs) - stopped} cut by the budget\n"
+        f"{now / decoding:.1f} tokens/s: {now} tokens in {decoding:.2f} s, without {compile_seconds:.2f} s of "
         "compiling\n"
         f"{tokens / forwards:.2f} tokens per forward: {tokens} tokens in {forwards} forwards\n"
-        f"{positions / tokens:.2f} positions and {padded / tokens:.2f} padded positions per token"
+        f"{positions / tokens:.2f} positions and {padded / tokens:.2f} padded positions per token\n"
+        f"{usage.occupancy:.0%} of the rows were at work; {usage.live:.0%} of the computed positions carried something"
     )
 
 

@@ -7,7 +7,8 @@ import json
 from typing import Any, NoReturn
 
 from refusion_jax.cli.options import UserError
-from refusion_jax.decoding.generate import Prompt
+from refusion_jax.config import check_seed
+from refusion_jax.decoding.prompts import Prompt
 
 KINDS = {"prompt": "a string", "messages": "a list of objects", "prompt_ids": "a list of integers"}
 """The fields of which every line has exactly one, and what they hold."""
@@ -20,6 +21,7 @@ class Line:
     place: str  # file and line, counted from 1: how errors begin
     id: str | int  # as given, or the line's number counted from 0
     prompt: Prompt
+    seed: int | None = None
 
 
 def read_prompts(content: bytes, name: str) -> list[Line]:
@@ -37,7 +39,7 @@ def read_prompts(content: bytes, name: str) -> list[Line]:
         place = f"{name}, line {number + 1}"
         try:
             fields = _fields(raw)
-            lines.append(Line(place, fields.get("id", number), _prompt(fields)))
+            lines.append(Line(place, fields.get("id", number), _prompt(fields), _seed(fields)))
         except ValueError as error:
             raise UserError(f"{place}: {error}") from None
     if not lines:
@@ -63,8 +65,10 @@ def _fields(raw: bytes) -> dict[str, Any]:
         raise ValueError("too deeply nested") from None
     if not isinstance(fields, dict):
         raise ValueError(f'{_short(fields)} is no object; every line is one such as {{"prompt": "text"}}')
-    if unknown := sorted(fields.keys() - KINDS.keys() - {"id"}):
-        raise ValueError(f"unknown field {_short(unknown[0])}; a line has one of {', '.join(KINDS)}, and maybe id")
+    if unknown := sorted(fields.keys() - KINDS.keys() - {"id", "seed"}):
+        raise ValueError(
+            f"unknown field {_short(unknown[0])}; a line has one of {', '.join(KINDS)}, and maybe id and seed"
+        )
     if "id" in fields and (isinstance(fields["id"], bool) or not isinstance(fields["id"], str | int)):
         raise ValueError(f"id {_short(fields['id'])} is neither a string nor an integer")
     try:
@@ -90,6 +94,13 @@ def _prompt(fields: dict[str, Any]) -> Prompt:
     if not fits:
         raise ValueError(f"{kind} must be {KINDS[kind]}, not {_short(value)}")
     return value
+
+
+def _seed(fields: dict[str, Any]) -> int | None:
+    """The line's own seed, if it has one. Raises ValueError."""
+    if (seed := fields.get("seed")) is not None:
+        check_seed(seed, "seed")
+    return seed
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

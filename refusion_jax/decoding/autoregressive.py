@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from refusion_jax.decoding.row import VERIFY, Report, Row, new_row, view, write
-from refusion_jax.decoding.sampling import Scores
+from refusion_jax.decoding.sampling import Sampling, Scores
 from refusion_jax.decoding.window import HIDDEN, SHARED, Window, assemble, on_branches, on_trunk
 
 
@@ -30,6 +30,8 @@ class Autoregressive(flax.struct.PyTreeNode):
     slot_size: int = flax.struct.field(pytree_node=False)
     mask: int | None = flax.struct.field(pytree_node=False)  # None: read every token from the one before it
     eos: tuple[int, ...] = flax.struct.field(pytree_node=False)
+    sampling: Sampling | None = None
+    planner: str = flax.struct.field(pytree_node=False, default="confidence")  # nothing is planned
 
     candidates: ClassVar[int] = 1
 
@@ -43,11 +45,16 @@ class Autoregressive(flax.struct.PyTreeNode):
         """T, entries of the window: the pending token, and a mask where slots begin with one."""
         return 1 if self.mask is None else 2
 
-    def init(self, tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array) -> AutoregressiveRow:
-        """A row before its first token: ``tokens`` [S] holds the prompt, ``budget`` tokens may follow."""
+    def init(
+        self, tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array, noise: jax.Array
+    ) -> AutoregressiveRow:
+        """A row before its first token: ``tokens`` [S] holds the prompt, ``budget`` tokens may follow.
+
+        ``noise`` [2] uint32 is the key of its noise.
+        """
         # Without masks the first token is read from the last of the prompt, which is fed (and cached) once more.
         pending = prompt_length - 1 if self.mask is None else jnp.full_like(prompt_length, -1)
-        return AutoregressiveRow(**new_row(tokens, prompt_length, budget), pending=pending)
+        return AutoregressiveRow(**new_row(tokens, prompt_length, budget, noise), pending=pending)
 
     def window(self, row: AutoregressiveRow) -> Window:
         """The pending token, and the mask of the next position if a slot begins there."""
@@ -64,9 +71,9 @@ class Autoregressive(flax.struct.PyTreeNode):
         self, row: AutoregressiveRow, window: Window, scores: Scores
     ) -> tuple[AutoregressiveRow, jax.Array, Report]:
         """Commit the next token; its keys and values follow with the next window."""
-        after = scores.tokens[:, 0]
-        token = jnp.where(window.live[-1], after[-1], after[0])[None]
-        new = write(row, row.start[None], token, jnp.ones(1, bool), self.eos)
+        entry = jnp.where(window.live[-1], -1, 0)
+        token, logprob = scores.tokens[entry, :1], scores.logprob[entry][None]
+        new = write(row, row.start[None], token, logprob, jnp.ones(1, bool), self.eos)
         new = new.replace(pending=row.start, start=row.start + 1, forwards=row.forwards.at[VERIFY].add(1))
         stored = window.live & (window.positions == row.pending)
         nothing = jnp.zeros(1, bool)

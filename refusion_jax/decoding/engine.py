@@ -26,7 +26,7 @@ from refusion_jax.cache import KVCache
 from refusion_jax.config import ModelConfig
 from refusion_jax.decoding import window as windows
 from refusion_jax.decoding.row import Report
-from refusion_jax.decoding.sampling import Scores, allowed_tokens, score
+from refusion_jax.decoding.sampling import Sampling, Scores, allowed_tokens, fold_in, request_key, score
 from refusion_jax.decoding.window import Window
 from refusion_jax.model import transformer
 from refusion_jax.model.transformer import Params, causal
@@ -41,12 +41,18 @@ class Method(Protocol):
     candidates: ClassVar[int]  # how many of the most likely tokens ``update`` reads
 
     @property
+    def sampling(self) -> Sampling | None: ...  # how tokens are drawn; None: greedily
+
+    @property
+    def planner(self) -> str: ...  # name of the function that rates slots
+
+    @property
     def restricted(self) -> bool: ...  # whether the mask and ids beyond the tokenizer are banned
 
     @property
     def entries(self) -> int: ...  # T, entries of the window
 
-    def init(self, tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array) -> Any: ...
+    def init(self, tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array, noise: jax.Array) -> Any: ...
 
     def window(self, row: Any) -> Window: ...
 
@@ -59,6 +65,7 @@ class State(flax.struct.PyTreeNode):
     rows: Any  # a Row of the method, every field with a leading [B]
     cache: KVCache
     step: jax.Array  # int32: forward passes so far
+    computed: jax.Array  # int32: window entries that they computed for each row
     finite: jax.Array  # bool: no logit was NaN so far
 
 
@@ -87,61 +94,136 @@ def most_steps(budget: int) -> int:
 
 def prefill_width(longest: int) -> int:
     """The window width with which prompts of up to ``longest`` tokens are cached."""
-    return min(PREFILL_WIDTH, -(-longest // 32) * 32)
+    return next((width for width in (32, 64, 96, 128, 192) if width >= longest), PREFILL_WIDTH)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "width"))
+# ---- Rows come and go ----
+
+
+class Arrivals(NamedTuple):
+    """Prompts that take places of a batch. With a mesh each shard of rows has R of its own, in order."""
+
+    tokens: jax.Array  # [R, S] int32: prompts, padded
+    lengths: jax.Array  # [R] int32: their lengths
+    budgets: jax.Array  # [R] int32: how many tokens may follow; 0: the row is done at once
+    noise: jax.Array  # [R, 3] uint32: seed, request and sample, of which every row's noise is made
+    places: jax.Array  # [R] int32: the row of its shard that each takes; beyond the last: none
+
+
+@functools.partial(jax.jit, static_argnames=("config", "rows", "capacity"))
+def idle(method: Method, *, config: ModelConfig, rows: int, capacity: int) -> State:
+    """A batch all of whose places are free."""
+    nothing = Arrivals(
+        tokens=jnp.zeros((rows, capacity), jnp.int32),
+        lengths=jnp.ones(rows, jnp.int32),
+        budgets=jnp.zeros(rows, jnp.int32),
+        noise=jnp.zeros((rows, 3), jnp.uint32),
+        places=jnp.zeros(rows, jnp.int32),
+    )
+    new = init_rows(method, jax.tree.map(lambda x: reshard(x, ROWS, *(None,) * (x.ndim - 1)), nothing))
+    return State(new, kv.empty(config, rows, capacity), jnp.int32(0), jnp.int32(0), jnp.ones((), bool))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "width"), donate_argnames=("state",))
+def admit(
+    params: Params, method: Method, state: State, arrivals: Arrivals, prefix: KVCache | None, *, config: ModelConfig,
+    width: int,
+) -> State:  # fmt: skip
+    """Cache prompts, ``width`` tokens at a time, and give them their places. ``state`` is donated.
+
+    ``prefix`` [L, 1, K, P, H] holds the first P tokens of every prompt, which are not computed again.
+    """
+    capacity = state.cache.capacity
+    cache = prefill(params, arrivals.tokens, arrivals.lengths, prefix, config=config, width=width, capacity=capacity)
+    return put(state, cache, init_rows(method, arrivals), arrivals.places)
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def admit_again(method: Method, state: State, arrivals: Arrivals, sources: jax.Array) -> State:
+    """Give places to prompts that rows of the batch have cached: ``sources`` [R], the row of the shard that each is in.
+
+    A row never changes what is cached of its prompt, also when it is done. ``state`` is donated.
+    """
+
+    def take(array: jax.Array, sources: jax.Array) -> jax.Array:
+        return array[:, sources]
+
+    taken = per_shard(take, (kv.CACHE_AXES, (ROWS,)), kv.CACHE_AXES)
+    cache = KVCache(taken(state.cache.keys, sources), taken(state.cache.values, sources))
+    return put(state, cache, init_rows(method, arrivals), arrivals.places)
+
+
+def put(state: State, cache: KVCache, rows: Any, places: jax.Array) -> State:
+    """``state`` with new rows, and what is cached of them, at their places."""
+
+    def at_places(old: jax.Array, new: jax.Array, places: jax.Array) -> jax.Array:
+        return old.at[places].set(new, mode="drop", unique_indices=True)
+
+    def at_places_of_cache(old: jax.Array, new: jax.Array, places: jax.Array) -> jax.Array:
+        return old.at[:, places].set(new, mode="drop", unique_indices=True)
+
+    def all_rows(old: Any, new: Any, places: jax.Array) -> Any:
+        return jax.tree.map(lambda old, new: at_places(old, new, places), old, new)
+
+    into_cache = per_shard(at_places_of_cache, (kv.CACHE_AXES, kv.CACHE_AXES, (ROWS,)), kv.CACHE_AXES)
+    keys = into_cache(state.cache.keys, cache.keys, places)
+    values = into_cache(state.cache.values, cache.values, places)
+    rows = per_shard(all_rows, ((ROWS,), (ROWS,), (ROWS,)), (ROWS,))(state.rows, rows, places)
+    return state.replace(rows=rows, cache=KVCache(keys, values))
+
+
+def init_rows(method: Method, arrivals: Arrivals) -> Any:
+    """Rows of the method before their first step, every field with a leading [R]."""
+
+    def init(method: Method, tokens: jax.Array, length: jax.Array, budget: jax.Array, noise: jax.Array) -> Any:
+        return method.init(tokens, length, budget, request_key(*noise))
+
+    return per_row(init)(method, *arrivals[:4])
+
+
 def prefill(
     params: Params,
-    tokens: jax.Array,  # [B, S] int32: prompts, padded
-    lengths: jax.Array,  # [B] int32: their lengths
+    tokens: jax.Array,  # [R, S] int32: prompts, padded
+    lengths: jax.Array,  # [R] int32: their lengths
+    prefix: KVCache | None,
     *,
     config: ModelConfig,
     width: int,
+    capacity: int,
 ) -> KVCache:
-    """Cache the prompts, ``width`` tokens at a time. What is written behind a shorter prompt, nobody sees."""
-    B, S = tokens.shape
-    sees = reshard(jnp.broadcast_to(causal(width), (B, width, width)), ROWS, None, None)
+    """The prompts cached, ``width`` tokens at a time. What is written behind a shorter prompt, nobody sees."""
+    R = tokens.shape[0]
+    sees = reshard(jnp.broadcast_to(causal(width), (R, width, width)), ROWS, None, None)
+    done = 0 if prefix is None else prefix.capacity
 
     def chunk(i: jax.Array | int, cache: KVCache | None) -> tuple[transformer.Output, jax.Array]:
-        place = i * width + jnp.arange(width)
+        place = done + i * width + jnp.arange(width)
         inputs = tokens.at[:, place].get(mode="fill", fill_value=0)
-        positions = jnp.broadcast_to(place, (B, width))
-        earlier = jnp.broadcast_to(jnp.arange(S) < i * width, (B, width, S))
+        positions = jnp.broadcast_to(place, (R, width))
+        earlier = jnp.broadcast_to(jnp.arange(capacity) < place[0], (R, width, capacity))
         sees_cache = None if cache is None else reshard(earlier, ROWS, None, None)
         return transformer.apply(config, params, inputs, positions, sees, cache, sees_cache, head=False), positions
 
     def body(i: jax.Array, cache: KVCache) -> KVCache:
         out, positions = chunk(i, cache)
-        return kv.commit(cache, out.keys, out.values, positions, positions < S)
+        return kv.commit(cache, out.keys, out.values, positions, positions < capacity)
 
-    out, _ = chunk(0, None)
-    cache = kv.fill(out.keys, out.values, S)
-    if width < PREFILL_WIDTH:  # then it holds the longest prompt
-        return cache
-    return jax.lax.fori_loop(1, -(-jnp.max(lengths) // width), body, cache)
-
-
-@jax.jit
-def init_rows(method: Method, tokens: jax.Array, lengths: jax.Array, budgets: jax.Array) -> Any:
-    """Rows of the method before their first step, every field with a leading [B]."""
-    return per_row(lambda m, *row: m.init(*row))(method, tokens, lengths, budgets)
+    if prefix is None:
+        out, _ = chunk(0, None)
+        cache = kv.fill(out.keys, out.values, capacity)
+        if width < PREFILL_WIDTH:  # then it holds the longest prompt
+            return cache
+        return jax.lax.fori_loop(1, -(-jnp.max(lengths) // width), body, cache)
+    keys, values = (jnp.broadcast_to(x, (x.shape[0], R, *x.shape[2:])) for x in (prefix.keys, prefix.values))
+    cache = kv.fill(keys, values, capacity)
+    return jax.lax.fori_loop(0, -(-(jnp.max(lengths) - done) // width), body, cache)
 
 
-def begin(
-    params: Params,
-    method: Method,
-    tokens: jax.Array,  # [B, S] int32: prompts, padded
-    lengths: jax.Array,  # [B] int32: their lengths
-    budgets: jax.Array,  # [B] int32: how many tokens may follow; 0: the row is done at once
-    *,
-    config: ModelConfig,
-    width: int,
-) -> State:
-    """Every prompt cached, before the first step."""
-    cache = prefill(params, tokens, lengths, config=config, width=width)
-    rows = init_rows(method, tokens, lengths, budgets)
-    return State(rows, cache, jnp.zeros((), jnp.int32), jnp.ones((), bool))
+@functools.partial(jax.jit, donate_argnames=("state",))
+def stop(state: State, stopped: jax.Array) -> State:
+    """End the rows that are ``stopped`` [B] bool where they stand. ``state`` is donated."""
+    rows = state.rows
+    return state.replace(rows=rows.replace(end=jnp.where(stopped, jnp.minimum(rows.end, rows.start), rows.end)))
 
 
 class Pass(NamedTuple):
@@ -154,40 +236,54 @@ class Pass(NamedTuple):
     width: jax.Array  # int32: of the compact window, as it was computed
 
 
-def forward(params: Params, config: ModelConfig, method: Method, window: Window, cache: KVCache) -> Pass:
+def forward(
+    params: Params, config: ModelConfig, method: Method, window: Window, noise: jax.Array, cache: KVCache
+) -> Pass:
     """Run the live entries of ``window`` at the narrowest compiled width that holds those of every row."""
-    T = method.entries
+    T, mask = method.entries, config.mask_token_id
     sizes = widths(T)
     allowed = reshard(allowed_tokens(config), TENSOR) if method.restricted else None
     rate = per_shard(
-        functools.partial(score, candidates=method.candidates, axis=TENSOR if has_mesh() else None),
-        ((ROWS, None, TENSOR), (TENSOR,), (ROWS,)),
+        functools.partial(
+            score,
+            candidates=method.candidates,
+            entropy=method.planner == "entropy",
+            axis=TENSOR if has_mesh() else None,
+        ),
+        ((ROWS, None, TENSOR), (TENSOR,), (ROWS,), (), (ROWS,)),
         (ROWS,),
     )
 
-    def at_width(width: int, params: Params, window: Window, cache: KVCache) -> Pass:
-        def pack(_: None, row: Window) -> tuple[Window, jax.Array, jax.Array, jax.Array]:
+    def decided(front: Window, noise: jax.Array) -> jax.Array | None:
+        """Noise keys [T, 2] of the positions that the entries decide: a mask its own, a token the next."""
+        if method.sampling is None:
+            return None
+        position = front.positions + (front.tokens != (-1 if mask is None else mask))
+        return jax.vmap(fold_in, (None, 0))(noise, position)
+
+    def at_width(width: int, params: Params, window: Window, noise: jax.Array, cache: KVCache) -> Pass:
+        def pack(_: None, row: Window, noise: jax.Array) -> Any:
             front, went = windows.compact(row, width)
-            return front, went, windows.sees_window(front), windows.sees_cache(front)
+            return front, went, windows.sees_window(front), windows.sees_cache(front), decided(front, noise)
 
         def unpack(_: None, scores: Scores, went: jax.Array) -> Scores:
             return jax.tree.map(lambda x: x.at[went].get(mode="fill", fill_value=0), scores)
 
-        front, went, sees, sees_cache = per_row(pack)(None, window)
+        front, went, sees, sees_cache, keys = per_row(pack)(None, window, noise)
         out = transformer.apply(config, params, front.tokens, front.positions, sees, cache, sees_cache)
-        scores = per_row(unpack)(None, rate(out.logits, allowed, front.asked), went)
+        scores = per_row(unpack)(None, rate(out.logits, allowed, front.asked, method.sampling, keys), went)
         widen = [(0, 0)] * 3 + [(0, T - width), (0, 0)]
         return Pass(scores, went, jnp.pad(out.keys, widen), jnp.pad(out.values, widen), jnp.int32(width))
 
     needed = jnp.max(jnp.sum(window.live, axis=1))
     index = sum((needed > width for width in sizes[:-1]), start=jnp.int32(0))
-    return jax.lax.switch(index, [functools.partial(at_width, width) for width in sizes], params, window, cache)
+    return jax.lax.switch(index, [functools.partial(at_width, width) for width in sizes], params, window, noise, cache)
 
 
 def advance(params: Params, config: ModelConfig, method: Method, state: State) -> tuple[State, Report]:
     """One step: every row that is not done takes part in one forward pass."""
     window = per_row(lambda m, row: m.window(row))(method, state.rows)
-    out = forward(params, config, method, window, state.cache)
+    out = forward(params, config, method, window, state.rows.noise, state.cache)
 
     def update(shared: Any, row: Any, window: Window, scores: Scores, went: jax.Array) -> Any:
         method, width, step = shared
@@ -204,15 +300,17 @@ def advance(params: Params, config: ModelConfig, method: Method, state: State) -
     rows, positions, stored, report = per_row(update)(shared, state.rows, window, out.scores, out.went)
     cache = kv.commit(state.cache, out.keys, out.values, positions, stored)
     finite = state.finite & ~jnp.any(jnp.isnan(out.scores.logprob))
-    return State(rows, cache, state.step + 1, finite), report
+    return State(rows, cache, state.step + 1, state.computed + out.width, finite), report
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
-def run(params: Params, method: Method, state: State, limit: jax.Array, *, config: ModelConfig) -> State:
-    """Steps until every row is done or ``limit`` forward passes have been made in all. ``state`` is donated."""
+def run(
+    params: Params, method: Method, state: State, limit: jax.Array, enough: jax.Array, *, config: ModelConfig
+) -> State:
+    """Steps until ``enough`` rows are done or ``limit`` forward passes have been made in all. ``state`` is donated."""
 
     def unfinished(state: State) -> jax.Array:
-        return (state.step < limit) & ~jnp.all(state.rows.done)
+        return (state.step < limit) & (jnp.sum(state.rows.done) < enough)
 
     return jax.lax.while_loop(unfinished, lambda state: advance(params, config, method, state)[0], state)
 

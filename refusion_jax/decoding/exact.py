@@ -31,7 +31,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from refusion_jax.decoding.plan import PLANNERS, by_position, by_slot, choose
+from refusion_jax.decoding.plan import by_position, by_slot, certainties, choose
 from refusion_jax.decoding.row import (
     PLAN,
     VERIFY,
@@ -45,7 +45,7 @@ from refusion_jax.decoding.row import (
     view,
     write,
 )
-from refusion_jax.decoding.sampling import Scores
+from refusion_jax.decoding.sampling import Sampling, Scores
 from refusion_jax.decoding.window import HIDDEN, SHARED, WHOLE_TRUNK, Window, assemble, on_branches, on_trunk
 
 ALTERNATIVES = 4
@@ -57,7 +57,6 @@ class ExactRow(Row):
     """What exact decoding knows of a row, beside its text."""
 
     chosen: jax.Array  # [S] bool: the position belongs to a slot that was chosen
-    logprob: jax.Array  # [S] float32: of the draft, when it was drafted
     alternatives: jax.Array  # [S, A] int32: the next most likely tokens there
     pending: jax.Array  # int32: position of the committed token that is not cached; -1: none
     planned: jax.Array  # bool: nothing was committed since the plan, so that its first token is exact
@@ -81,6 +80,7 @@ class Exact(flax.struct.PyTreeNode):
     block_size: int = flax.struct.field(pytree_node=False)
     mask: int = flax.struct.field(pytree_node=False)
     eos: tuple[int, ...] = flax.struct.field(pytree_node=False)
+    sampling: Sampling | None = None
     planner: str = flax.struct.field(pytree_node=False, default="confidence")
 
     candidates: ClassVar[int] = ALTERNATIVES + 1
@@ -106,13 +106,15 @@ class Exact(flax.struct.PyTreeNode):
         pending, *others = jnp.split(values, list(ends))
         return Parts(pending[0], *others)
 
-    def init(self, tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array) -> ExactRow:
-        """A row whose prompt is cached: ``tokens`` [S] holds the prompt, ``budget`` tokens may follow."""
+    def init(self, tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array, noise: jax.Array) -> ExactRow:
+        """A row whose prompt is cached: ``tokens`` [S] holds the prompt, ``budget`` tokens may follow.
+
+        ``noise`` [2] uint32 is the key of its noise.
+        """
         S = tokens.shape[0]
         return ExactRow(
-            **new_row(tokens, prompt_length, budget),
+            **new_row(tokens, prompt_length, budget, noise),
             chosen=jnp.zeros(S, bool),
-            logprob=jnp.zeros(S, jnp.float32),
             alternatives=jnp.zeros((S, ALTERNATIVES), jnp.int32),
             pending=jnp.asarray(-1, jnp.int32),
             planned=jnp.asarray(False),
@@ -172,14 +174,15 @@ class Exact(flax.struct.PyTreeNode):
     def update(self, row: ExactRow, window: Window, scores: Scores) -> tuple[ExactRow, jax.Array, Report]:
         """What the scores prove. Returns the row, which entries' keys and values to store [T], and a report."""
         verified, stored, accepted, as_drafted = self.verify(row, window, scores)
-        certainty = jax.vmap(PLANNERS[self.planner])(by_slot(self.split(scores.logprob).plan, self.slot_size))
-        planned = self.split(window.live).plan & as_drafted
+        base, masks = window.positions[-self.block_size], self.split(window.live).plan
+        certainty = self.split(scores.certainty).plan
+        certainty = certainties(self.planner, certainty, masks, base, row.noise, self.slot_size)
+        planned = masks & as_drafted
         chosen = planned & by_position(
             choose(certainty, by_slot(planned, self.slot_size)[:, 0], self.slot_threshold),
             self.slot_size,
             self.block_size,
         )
-        base = window.positions[-self.block_size]
         new = self.draft(verified, base, chosen, scores)
         block = row.start + jnp.arange(self.block_size)
         finished = ~jnp.any(view(new.unwritten, block, False))
@@ -198,13 +201,18 @@ class Exact(flax.struct.PyTreeNode):
         block = row.start + jnp.arange(b)
         offset, slot = jnp.arange(b) % k, jnp.arange(b) // k
         live, fed = self.split(window.live), self.split(window.tokens)
-        after = self.split(scores.tokens[:, 0])  # the most likely token at a mask, or after a token
+        after = self.split(scores.tokens[:, 0])  # the token chosen at a mask, or after a token
+        logprob = self.split(scores.logprob)
         first = first_true(live.drafts)
 
         # Targets: what the sequential process writes at each draft's place if all drafts before it are right.
-        before = jnp.where(shift(live.drafts), shift(after.drafts), after.pending)
-        target = jnp.where(offset == 0, after.probes[slot], before)
-        target = jnp.where(row.planned & first, fed.drafts, target)
+        proven = row.planned & first
+
+        def of_target(values: Parts, if_proven: jax.Array) -> jax.Array:
+            before = jnp.where(shift(live.drafts), shift(values.drafts), values.pending)
+            return jnp.where(proven, if_proven, jnp.where(offset == 0, values.probes[slot], before))
+
+        target = of_target(after, fed.drafts)
         right = live.drafts & (target == fed.drafts)
         accepted = live.drafts & (jnp.cumsum(live.drafts & ~right) == 0)
         eos = accepted & is_eos(fed.drafts, self.eos)
@@ -217,13 +225,16 @@ class Exact(flax.struct.PyTreeNode):
         found = live.alternatives & jnp.any(wrong & first) & (fed.alternatives == jnp.sum(jnp.where(wrong, target, 0)))
         tip = jnp.where(corrected, wrong & jnp.any(found) & ~is_eos(target, self.eos), last_true(accepted) & ~ended)
         free = shift(tip) & (offset > 0) & view(row.unwritten & row.chosen, block, False)
-        after_tip = jnp.where(
-            corrected, jnp.sum(jnp.where(found, after.alternatives, 0)), jnp.sum(jnp.where(tip, after.drafts, 0))
-        )
-        tokens = jnp.where(accepted, fed.drafts, jnp.where(wrong, target, after_tip))
+
+        def after_tip(values: Parts) -> jax.Array:
+            behind_alternative = jnp.sum(jnp.where(found, values.alternatives, 0))
+            return jnp.where(corrected, behind_alternative, jnp.sum(jnp.where(tip, values.drafts, 0)))
+
+        tokens = jnp.where(free, after_tip(after), target)
+        logprobs = jnp.where(free, after_tip(logprob), of_target(logprob, view(row.logprob, block)))
         uncached = free | (wrong & ~jnp.any(found))
         stored = Parts(live.pending[None], accepted, jnp.zeros_like(live.probes), found, jnp.zeros_like(live.plan))
-        new = write(row, block, tokens, accepted | wrong | free, self.eos)
+        new = write(row, block, tokens, logprobs, accepted | wrong | free, self.eos)
         new = new.replace(
             pending=jnp.where(jnp.any(uncached), jnp.sum(jnp.where(last_true(uncached), block, 0)), -1),
             planned=jnp.asarray(False),
@@ -231,7 +242,7 @@ class Exact(flax.struct.PyTreeNode):
         return new, jnp.concatenate(stored), accepted, ~jnp.any(wrong | free) & ~ended
 
     def draft(self, row: ExactRow, base: jax.Array, chosen: jax.Array, scores: Scores) -> ExactRow:
-        """The most likely tokens at the masks of the ``chosen`` positions [b] of the block at ``base``, as drafts."""
+        """The tokens chosen at the masks of the ``chosen`` positions [b] of the block at ``base``, as drafts."""
         place = jnp.where(chosen, base, row.tokens.shape[0]) + jnp.arange(self.block_size)
         tokens, logprob = self.split(scores.tokens).plan, self.split(scores.logprob).plan
 

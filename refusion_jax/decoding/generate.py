@@ -1,34 +1,28 @@
-"""From prompts to texts: checks, batches, and the loop's results as plain Python."""
+"""From prompts to texts: checks, the queue, and the loop's results as plain Python."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
 import reprlib
-import time
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from refusion_jax.config import DecodeConfig, ModelConfig
+from refusion_jax.config import DecodeConfig, check_seed
 from refusion_jax.decoding import engine
-from refusion_jax.decoding.autoregressive import Autoregressive
-from refusion_jax.decoding.exact import Exact
+from refusion_jax.decoding.batch import STEPS_PER_CALL, Batch, Ended, Request, Usage
+from refusion_jax.decoding.methods import eos_of, method_of
+from refusion_jax.decoding.prompts import Prompt, encode, tokenizer_of
 from refusion_jax.decoding.row import Row
-from refusion_jax.decoding.threshold import Threshold
-from refusion_jax.decoding.trace import record
 from refusion_jax.model import Model
 from refusion_jax.model.tokenizer import Tokenizer
-from refusion_jax.sharding import check_mesh, put_rows, row_shards
+from refusion_jax.sharding import check_mesh, row_shards
 
-Prompt = str | Sequence[int] | np.ndarray | jax.Array | Sequence[Mapping[str, Any]]
-"""Plain text, token ids, or chat messages ({"role": ..., "content": ...})."""
-
-STEPS_PER_CALL = 64  # forward passes between two looks at the clock
+STEPS_TO_STOP = 8  # forward passes between two looks for stop strings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +38,7 @@ class Stats:
     positions: int  # window positions that carried something for the row
     padded_positions: int  # window positions that were computed for it
     prefill_positions: int  # prompt tokens
-    seconds: float  # from the start of the row's batch to its own end
+    seconds: float  # from when the row took its place in the batch to its own end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +47,38 @@ class Generation:
 
     text: str  # without special tokens; "" where the model has no tokenizer
     token_ids: list[int]  # EOS included
-    finish_reason: str  # "stop": the model ended it; "length": the budget was spent
+    logprobs: list[float]  # of each token, under the distribution that it was chosen from
+    finish_reason: str  # "stop": the model, or a stop string, ended it; "length": the budget was spent
     stats: Stats
     trace: list[dict[str, Any]] | None = None  # see decoding/trace.py
     commit_order: list[int] = dataclasses.field(default_factory=list)  # offsets of token_ids, in order of writing
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """How far one answer has come."""
+
+    number: int  # of the answer: that of its prompt times num_samples, plus that of the sample
+    text: str  # committed without a gap from the begin: it only grows
+    token_ids: list[int]  # of the text
+    provisional: list[tuple[int, int]]  # (offset, token) behind a gap, or drafted: they may still change, or be dropped
+    answer: Generation | None = None  # once it has ended; text and token_ids are those of the answer then
+
+
+class Job(NamedTuple):
+    """What is to be decoded, all of it checked."""
+
+    model: Model
+    method: engine.Method
+    config: DecodeConfig
+    prompts: list[list[int]]  # equal prompts are one object
+    noise: list[int]  # of each prompt: what its noise follows from, beside the seed
+    batch_size: int
+
+    @property
+    def answers(self) -> int:
+        """How many."""
+        return len(self.prompts) * self.config.num_samples
 
 
 def generate(
@@ -65,13 +87,16 @@ def generate(
     config: DecodeConfig | None = None,
     *,
     batch_size: int = 8,
+    seeds: Sequence[int | None] | None = None,
     trace: bool = False,
+    refill: bool = True,
     on_progress: Callable[[list[Generation]], None] | None = None,
 ) -> list[Generation]:
     """Decode prompts in batches.
 
-    Every batch is one compiled loop; a program is compiled once per (rows, capacity, window) bucket and serves every
-    model of the same shape. An answer depends on its prompt and the settings alone.
+    A row that has ended is filled again from the prompts that wait. A program is compiled once per (rows, capacity,
+    window) bucket and serves every model of the same shape. An answer depends on its prompt, the settings and, if
+    tokens are sampled, on its place among the prompts (or its own seed), never on the batch.
 
     Args:
       model: what ``refusion_jax.load`` returned.
@@ -79,29 +104,80 @@ def generate(
         applied, with the generation prompt).
       config: how to decode; the defaults are exact.
       batch_size: rows that are decoded together.
+      seeds: for each prompt a number that takes the place of its index in what its noise follows from, or None.
       trace: also record every iteration. Steps are then run one by one.
-      on_progress: called with the answers of every finished batch.
+      refill: False decodes each batch to its end before the next begins.
+      on_progress: called with the answers that ended since the last call, as they come.
 
     Returns:
-      One Generation for each prompt, in order.
+      ``config.num_samples`` answers for each prompt, in order.
 
     Raises:
       ValueError: the model cannot be decoded in this way, or a prompt is empty, too long, holds the mask token or an
         id outside the vocabulary. All prompts are checked before anything is compiled.
     """
+    job = prepare(model, prompts, config, batch_size=batch_size, seeds=seeds)
+    answers: dict[int, Generation] = {}
+    for ended in decode(job, trace=trace, refill=refill):
+        answers |= ended
+        if on_progress is not None:
+            on_progress(list(ended.values()))
+    return [answers[number] for number in range(job.answers)]
+
+
+def stream(
+    model: Model,
+    prompts: Iterable[Prompt],
+    config: DecodeConfig | None = None,
+    *,
+    batch_size: int = 8,
+    seeds: Sequence[int | None] | None = None,
+    every: int = 1,
+) -> Iterator[Update]:
+    """Decode prompts in batches, and tell of every answer as it grows.
+
+    Args:
+      every: forward passes between two looks.
+      others: as for ``generate``.
+
+    Returns:
+      An iterator of updates: of every answer that has changed since the last look. The last one of an answer holds it.
+
+    Raises:
+      As ``generate``, before the first update.
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every={every!r} must be an integer, at least 1")
+    job = prepare(model, prompts, config, batch_size=batch_size, seeds=seeds)
+    return updates(job, every)
+
+
+def prepare(
+    model: Model,
+    prompts: Iterable[Prompt],
+    config: DecodeConfig | None = None,
+    *,
+    batch_size: int,
+    seeds: Sequence[int | None] | None = None,
+    names: Sequence[str] | None = None,
+) -> Job:
+    """Check everything. Errors (ValueError) call prompts by ``names``, or by their numbers."""
     config = DecodeConfig() if config is None else config
     check_arguments(model, prompts, config, batch_size)
     method = method_of(model.config, config)
-    encoded = [encode(model, prompt, config, f"prompt {number}") for number, prompt in enumerate(prompts)]
-    rows = min(operator.index(batch_size), len(encoded))
-    rows += -rows % row_shards()
-    answers: list[Generation] = []
-    for first in range(0, len(encoded), rows or 1):
-        batch = decode_batch(model, method, encoded[first : first + rows], rows, config, trace)
-        answers += batch
-        if on_progress is not None:
-            on_progress(batch)
-    return answers
+    known: dict[tuple[int, ...], list[int]] = {}
+    encoded = []
+    for number, prompt in enumerate(prompts):
+        ids = encode(model, prompt, config, f"prompt {number}" if names is None else names[number])
+        encoded.append(known.setdefault(tuple(ids), ids))
+    if seeds is not None and len(seeds) != len(encoded):
+        raise ValueError(f"there are {len(seeds)} seeds for {len(encoded)} prompts; give one each, or None")
+    noise = list(range(len(encoded)))
+    for number, seed in enumerate(seeds or ()):
+        if seed is not None:
+            check_seed(seed, f"the seed of prompt {number}")
+            noise[number] = seed
+    return Job(model, method, config, encoded, noise, operator.index(batch_size))
 
 
 def check_arguments(model: Any, prompts: Any, config: Any, batch_size: Any) -> None:
@@ -114,6 +190,8 @@ def check_arguments(model: Any, prompts: Any, config: Any, batch_size: Any) -> N
     if jnp.asarray(0).dtype != jnp.int32:
         raise ValueError("decoding counts in 32 bits: turn jax_enable_x64 off for it")
     check_mesh(model.params)
+    if config.stop:
+        tokenizer_of(model)
     if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__"):
         raise ValueError(f"batch_size={batch_size!r} must be an integer")
     if batch_size < 1:
@@ -122,180 +200,105 @@ def check_arguments(model: Any, prompts: Any, config: Any, batch_size: Any) -> N
         raise ValueError(f"prompts must be a list of prompts, not {reprlib.repr(prompts)}; put a single one in a list")
 
 
-def method_of(model: ModelConfig, config: DecodeConfig) -> engine.Method:
-    """The method that ``config`` asks for, or why ``model`` cannot be decoded by it (ValueError).
+# ---- The queue ----
 
-    Warns (UserWarning) of a slot size that the model was not trained with, and of positions that the official code
-    loses.
-    """
-    mask = model.mask_token_id
-    if mask is None and not (config.method == "ar" and config.ar_first == "token"):
-        raise ValueError(
-            "this model has no mask token (config.json has no mask_token_id), so slots cannot be planned: take a "
-            "checkpoint trained for ReFusion, add mask_token_id to its config.json if it has one under another name, "
-            "or decode it as an ordinary causal model with method='ar', ar_first='token'"
-        )
-    if not model.eos_token_ids:
-        raise ValueError("this model has no end-of-text token: add eos_token_id to its config.json")
-    if config.method == "ar" and config.ar_first == "token":
-        return Autoregressive(1, None, model.eos_token_ids)
-    assert mask is not None
-    if config.slot_size not in model.slot_sizes:
-        warnings.warn(
-            f"slot_size={config.slot_size} is none of the sizes this model was trained with "
-            f"({', '.join(map(str, model.slot_sizes))}); its answers may be worse",
-            stacklevel=3,
-        )
-    if config.method == "ar":
-        return Autoregressive(config.slot_size, mask, model.eos_token_ids)
-    block, _ = config.blocks()
-    slot_threshold = jnp.asarray(config.slot_threshold, jnp.float32)
-    if config.compat is None and config.verify == "exact":
-        return Exact(slot_threshold, config.slot_size, block, mask, model.eos_token_ids)
-    official = config.compat == "official"
-    token_threshold = jnp.asarray(config.token_threshold, jnp.float32)
-    lost = -(-config.max_new_tokens // config.slot_size) * config.slot_size - config.blocks()[1]
-    if official and lost:
-        warnings.warn(
-            f"like the official code, the last {lost} positions are never written: the blocks are equal, and "
-            f"{block} tokens in each leave them over",
-            stacklevel=3,
-        )
-    return Threshold(
-        slot_threshold, token_threshold, config.slot_size, block, mask, eos_of(model, config), official=official
+
+def decode(
+    job: Job,
+    *,
+    skip: frozenset[int] = frozenset(),
+    trace: bool = False,
+    refill: bool = True,
+    usage: Usage | None = None,
+) -> Iterator[dict[int, Generation]]:
+    """The answers to a job, by number, as they end; those in ``skip`` are not wanted."""
+    queue = queue_of(job, skip)
+    if not queue:
+        return
+    usage = Usage() if usage is None else usage
+    batch = batch_of(job, len(queue), trace, refill, usage)
+    looked: dict[int, int] = {}
+    while queue or batch.active():
+        batch.fill(queue)
+        batch.advance(len(queue), STEPS_TO_STOP if job.config.stop else STEPS_PER_CALL)
+        ended = {end.request.number: generation(job, end) for end in batch.ended()}
+        if job.config.stop:
+            ended |= stopped(job, batch, looked)
+        for answer in ended.values():
+            usage.tokens += answer.stats.tokens
+            usage.forwards += answer.stats.forwards
+            usage.positions += answer.stats.positions
+        if ended:
+            yield ended
+
+
+def updates(job: Job, every: int) -> Iterator[Update]:
+    """The answers to a job as they grow."""
+    queue = queue_of(job, frozenset())
+    if not queue:
+        return
+    batch = batch_of(job, len(queue), False, True, Usage())
+    looked: dict[int, int] = {}
+    told: dict[int, Update] = {}
+    while queue or batch.active():
+        batch.fill(queue)
+        batch.advance(len(queue), every)
+        ended = {end.request.number: generation(job, end) for end in batch.ended()}
+        if job.config.stop:
+            ended |= stopped(job, batch, looked)
+        for number, answer in ended.items():
+            yield Update(number, answer.text, answer.token_ids, [], answer)
+        for end in batch.look(batch.active()):
+            update = update_of(job, end)
+            if told.get(update.number) != update:
+                told[update.number] = update
+                yield update
+
+
+def queue_of(job: Job, skip: frozenset[int]) -> deque[Request]:
+    """The answers that are wanted, in order."""
+    config = job.config
+    requests = (
+        Request(index * config.num_samples + sample, prompt, (config.seed, job.noise[index], sample))
+        for index, prompt in enumerate(job.prompts)
+        for sample in range(config.num_samples)
+    )
+    return deque(request for request in requests if request.number not in skip)
+
+
+def batch_of(job: Job, wanted: int, trace: bool, refill: bool, usage: Usage) -> Batch:
+    """Free places for ``wanted`` answers, or for as many as are decoded together."""
+    budget = job.config.max_new_tokens if job.config.method == "ar" else job.config.blocks()[1]
+    rows = min(job.batch_size, wanted)
+    return Batch(
+        job.model,
+        job.method,
+        budget=budget,
+        capacity=engine.capacity(max(map(len, job.prompts)) + budget),
+        rows=rows + -rows % row_shards(),
+        usage=usage,
+        slot_size=job.config.slot_size if trace else None,
+        refill=refill,
     )
 
 
-def eos_of(model: ModelConfig, config: DecodeConfig) -> tuple[int, ...]:
-    """The ids that end a text; the official code knows one alone."""
-    return model.eos_token_ids[:1] if config.compat == "official" else model.eos_token_ids
+# ---- Answers ----
 
 
-def encode(model: Model, prompt: Prompt, config: DecodeConfig, name: str) -> list[int]:
-    """Token ids of one prompt, checked. Errors (ValueError) call it by ``name``."""
-    if isinstance(prompt, np.ndarray | jax.Array):
-        prompt = np.asarray(prompt).tolist()
-    if isinstance(prompt, Mapping):
-        raise ValueError(f"{name} is a single message; a chat is a list of messages: put it in a list of its own")
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-        raise ValueError(f"{name} is {reprlib.repr(prompt)}; give text, a list of token ids or a list of chat messages")
-    ids: Sequence[int]
-    try:
-        if isinstance(prompt, str):
-            ids = tokenizer_of(model).encode(prompt)
-        elif prompt and isinstance(prompt[0], Mapping):
-            ids = tokenizer_of(model).encode_chat(cast(Sequence[Mapping[str, Any]], prompt))
-        else:
-            ids = cast(Sequence[int], prompt)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    c = model.config
-    for place, token in enumerate(ids):
-        if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            raise ValueError(
-                f"{name} has {reprlib.repr(token)} at place {place}, which is no token id: ids are integers"
-            )
-        if not 0 <= token < c.vocab_size:
-            raise ValueError(
-                f"{name} has token id {token} at place {place}; ids of this model are 0..{c.vocab_size - 1}"
-            )
-        if token == c.mask_token_id:
-            raise ValueError(
-                f"{name} has the mask token (id {token}) at place {place}: masks stand for text to be "
-                "written and cannot be part of a prompt; remove it"
-            )
-    if not ids:
-        raise ValueError(f"{name} is empty: a prompt needs at least one token")
-    new = config.max_new_tokens if config.method == "ar" else config.blocks()[1]
-    if len(ids) + new > c.max_position_embeddings:
-        raise ValueError(
-            f"{name} has {len(ids)} tokens, and {new} new ones make {len(ids) + new} positions; the model "
-            f"has {c.max_position_embeddings}: shorten the prompt or lower max_new_tokens"
-        )
-    return [int(token) for token in ids]
-
-
-def tokenizer_of(model: Model) -> Tokenizer:
-    """The model's tokenizer, or why text cannot be read (ValueError)."""
-    if model.tokenizer is None:
-        raise ValueError("this model has no tokenizer, so prompts must be token ids")
-    return model.tokenizer
-
-
-def decode_batch(
-    model: Model, method: engine.Method, prompts: list[list[int]], rows: int, config: DecodeConfig, trace: bool
-) -> list[Generation]:
-    """Decode up to ``rows`` prompts together; rows without a prompt are done from the start."""
-    started = time.perf_counter()
-    n = len(prompts)
-    new = config.max_new_tokens if config.method == "ar" else config.blocks()[1]
-    longest = max(map(len, prompts))
-    lengths = np.asarray([len(p) for p in prompts] + [1] * (rows - n), np.int32)
-    budgets = np.asarray([new] * n + [0] * (rows - n), np.int32)
-    tokens = np.zeros((rows, engine.capacity(longest + new)), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    state = engine.begin(
-        model.params,
-        method,
-        *put_rows((tokens, lengths, budgets)),
-        config=model.config,
-        width=engine.prefill_width(longest),
-    )
-    events: list[list[dict[str, Any]]] = [[] for _ in prompts]
-    seconds = np.zeros(rows)
-    step, limit, now = 0, engine.most_steps(new), time.perf_counter() - started
-    while True:
-        earlier, before = now, step
-        if trace:
-            old = jax.device_get(state.rows)
-            state, report = engine.run_once(model.params, method, state, config=model.config)
-            add_events(events, old, jax.device_get(state.rows), jax.device_get(report), config.slot_size)
-        else:
-            until = jnp.asarray(min(step + STEPS_PER_CALL, limit), jnp.int32)
-            state = engine.run(model.params, method, state, until, config=model.config)
-        finished_at, step, finite = jax.device_get((state.rows.finished_at, state.step, state.finite))
-        if not finite:
-            raise ValueError("the model gives logits that are no numbers (NaN): its weights are damaged, or overflow")
-        now = time.perf_counter() - started
-        ended = finished_at > before
-        # Inside one call, steps are taken to be equally long.
-        seconds[ended] = earlier + (now - earlier) * (finished_at[ended] - before) / max(step - before, 1)
-        if np.all((finished_at >= 0) | (budgets == 0)):
-            break
-        if step >= limit:
-            raise RuntimeError(f"decoding did not end within {limit} forward passes; please report this as a bug")
-    text = Row(**{field.name: getattr(state.rows, field.name) for field in dataclasses.fields(Row)})
-    result = jax.device_get(text)
-    return [
-        generation(model, config, of_one(result, row), seconds[row], events[row] if trace else None) for row in range(n)
-    ]
-
-
-def add_events(events: list[list[dict[str, Any]]], old: Row, new: Row, report: Any, slot_size: int) -> None:
-    """Append what one step did to every row that took part."""
-    for row, of_row in enumerate(events):
-        before, after, done = (of_one(tree, row) for tree in (old, new, report))
-        if before.start < before.end:
-            of_row.append(record(before, after, done, slot_size))
-
-
-def of_one(tree: Any, row: int) -> Any:
-    """One row of a batch."""
-    return jax.tree.map(lambda x: x[row], tree)
-
-
-def generation(
-    model: Model, config: DecodeConfig, row: Row, seconds: float, trace: list[dict[str, Any]] | None
-) -> Generation:
-    """The answer of a finished row (numpy arrays). With compat="official" it is not cut at EOS and may have holes."""
+def generation(job: Job, ended: Ended, cut: Cut | None = None) -> Generation:
+    """The answer of a finished row. With compat="official" it is not cut at EOS and may have holes."""
+    row = ended.row
     P = int(row.prompt_length)
     written = np.flatnonzero(row.committed)
     written = written[written >= P]
-    official = config.compat == "official"
-    kept = written if official else written[written < row.end]
+    kept = written if job.config.compat == "official" else written[written < row.end]
+    if job.config.stop and cut is None:
+        assert job.model.tokenizer is not None
+        cut = cut_of(job.model.tokenizer, row.tokens[kept].tolist(), job.config.stop)
+    if cut is not None:
+        kept = kept[: cut.tokens]
     ids = [int(token) for token in row.tokens[kept]]
-    ends = [place for place, token in enumerate(ids) if token in eos_of(model.config, config)]
+    ends = [place for place, token in enumerate(ids) if token in eos_of(job.model.config, job.config)]
     plan, verify, draft = (int(count) for count in row.forwards)
     stats = Stats(
         tokens=ends[0] + 1 if ends else len(ids),
@@ -307,8 +310,81 @@ def generation(
         positions=int(row.positions),
         padded_positions=int(row.padded_positions),
         prefill_positions=P,
-        seconds=float(seconds),
+        seconds=ended.seconds,
     )
-    text = "" if model.tokenizer is None else model.tokenizer.decode(ids)
-    order = [int(p) - P for p in kept[np.argsort(row.order[kept])]]
-    return Generation(text, ids, "stop" if ends else "length", stats, trace, order)
+    text = "" if job.model.tokenizer is None else job.model.tokenizer.decode(ids)
+    return Generation(
+        text=text if cut is None else cut.text,
+        token_ids=ids,
+        logprobs=[float(value) for value in row.logprob[kept]],
+        finish_reason="stop" if ends or cut is not None else "length",
+        stats=stats,
+        trace=ended.events,
+        commit_order=[int(p) - P for p in kept[np.argsort(row.order[kept])]],
+    )
+
+
+def without_gap(row: Row) -> list[int]:
+    """The tokens that are committed from the begin of the answer to the first gap."""
+    P = int(row.prompt_length)
+    written = row.committed[P : int(row.end)]
+    length = len(written) if written.all() else int(np.argmin(written))
+    return [int(token) for token in row.tokens[P : P + length]]
+
+
+def update_of(job: Job, end: Ended) -> Update:
+    """How far a row has come. What might be the begin of a stop string is not told yet."""
+    row, P = end.row, int(end.row.prompt_length)
+    ids = without_gap(row)
+    text = "" if job.model.tokenizer is None else job.model.tokenizer.decode(ids)
+    held = max((n for stop in job.config.stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+    position = np.arange(len(row.tokens))
+    provisional = (row.committed | end.drafted) & (position >= P + len(ids)) & (position < row.end)
+    pairs = [(int(p) - P, int(row.tokens[p])) for p in np.flatnonzero(provisional)]
+    return Update(end.request.number, text[: len(text) - held], ids, pairs)
+
+
+class Cut(NamedTuple):
+    """Where a stop string ends an answer."""
+
+    text: str  # before the stop string
+    tokens: int  # that lie wholly before it
+
+
+def cut_of(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> Cut | None:
+    """Where the first stop string ends the text of ``ids``, if one does."""
+
+    def place(count: int) -> int | None:
+        text = tokenizer.decode(ids[:count])
+        return min((at for string in stop if (at := text.find(string)) >= 0), default=None)
+
+    if place(len(ids)) is None:
+        return None
+    # The text as it was when the first stop string was complete: what came later cannot move the cut.
+    count = next(count for count in range(len(ids) + 1) if place(count) is not None)
+    at = place(count)
+    assert at is not None
+    tokens = max(n for n in range(count + 1) if len(tokenizer.decode(ids[:n])) <= at)
+    return Cut(tokenizer.decode(ids[:count])[:at], tokens)
+
+
+def stopped(job: Job, batch: Batch, looked: dict[int, int]) -> dict[int, Generation]:
+    """The answers that a stop string has ended; their rows are stopped.
+
+    ``looked`` has, by number, how many tokens of an answer hold no stop string.
+    """
+    tokenizer = tokenizer_of(job.model)
+    rows, answers = [], {}
+    active = batch.active()
+    for row, end in zip(active, batch.look(active), strict=True):
+        ids = without_gap(end.row)
+        if len(ids) > looked.get(end.request.number, 0):
+            looked[end.request.number] = len(ids)
+            cut = cut_of(tokenizer, ids, job.config.stop)
+            if cut is not None:
+                rows.append(row)
+                answers[end.request.number] = generation(job, end, cut)
+    batch.stop(rows)
+    for _ in batch.take(rows):
+        pass
+    return answers

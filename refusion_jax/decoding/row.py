@@ -20,7 +20,9 @@ class Row(flax.struct.PyTreeNode):
 
     tokens: jax.Array  # [S] int32: prompt, committed tokens, current drafts
     committed: jax.Array  # [S] bool: prompt and committed tokens
+    logprob: jax.Array  # [S] float32: of the token or draft, under the distribution that it was chosen from
     order: jax.Array  # [S] int32: how many tokens of the answer were committed before this one; -1: not committed
+    noise: jax.Array  # [2] uint32: key of all noise of the row
     prompt_length: jax.Array  # int32
     start: jax.Array  # int32: first position of the current serial block
     end: jax.Array  # int32: nothing is written from here on (budget; then just behind the earliest EOS)
@@ -44,14 +46,16 @@ class Row(flax.struct.PyTreeNode):
 SomeRow = TypeVar("SomeRow", bound=Row)
 
 
-def new_row(tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array) -> dict[str, jax.Array]:
+def new_row(tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array, noise: jax.Array) -> dict[str, jax.Array]:
     """The fields of a Row before its first step: ``tokens`` [S] holds the prompt, ``budget`` tokens may follow."""
     zero = jnp.zeros((), jnp.int32)
     is_prompt = jnp.arange(tokens.shape[0]) < prompt_length
     return {
         "tokens": tokens,
         "committed": is_prompt,
+        "logprob": jnp.zeros(tokens.shape, jnp.float32),
         "order": jnp.full(tokens.shape, -1, jnp.int32),
+        "noise": noise,
         "prompt_length": prompt_length,
         "start": prompt_length,
         "end": prompt_length + budget,
@@ -62,8 +66,18 @@ def new_row(tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array) -> d
     }
 
 
-def write(row: SomeRow, positions: jax.Array, tokens: jax.Array, chosen: jax.Array, eos: tuple[int, ...]) -> SomeRow:
-    """Commit ``tokens`` [T] at ``positions`` [T], ascending, where ``chosen`` [T]; an EOS among them moves the end."""
+def write(
+    row: SomeRow,
+    positions: jax.Array,
+    tokens: jax.Array,
+    logprob: jax.Array,
+    chosen: jax.Array,
+    eos: tuple[int, ...],
+) -> SomeRow:
+    """Commit ``tokens`` [T], with their log-probabilities, at ``positions`` [T], ascending, where ``chosen`` [T].
+
+    An EOS among them moves the end.
+    """
     S = row.tokens.shape[0]
     index = jnp.where(chosen, positions, S + jnp.arange(positions.shape[0]))
     written = jnp.sum(row.committed) - row.prompt_length
@@ -77,6 +91,7 @@ def write(row: SomeRow, positions: jax.Array, tokens: jax.Array, chosen: jax.Arr
     return row.replace(
         tokens=put(row.tokens, tokens),
         committed=put(row.committed, True),
+        logprob=put(row.logprob, logprob),
         order=put(row.order, order),
         end=jnp.minimum(row.end, end),
     )

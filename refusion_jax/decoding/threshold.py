@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 
 from refusion_jax.decoding import row as rows
-from refusion_jax.decoding.plan import PLANNERS, by_position, by_slot, choose
+from refusion_jax.decoding.plan import by_position, by_slot, certainties, choose
 from refusion_jax.decoding.row import Report, Row, first_true, is_eos, new_row, shift, view, write
-from refusion_jax.decoding.sampling import Scores
+from refusion_jax.decoding.sampling import Sampling, Scores
 from refusion_jax.decoding.window import HIDDEN, SHARED, Window, assemble, on_branches, on_trunk
 
 PLAN, VERIFY, DRAFT, CHECK = range(4)
@@ -81,6 +81,7 @@ class Threshold(flax.struct.PyTreeNode):
     block_size: int = flax.struct.field(pytree_node=False)
     mask: int = flax.struct.field(pytree_node=False)
     eos: tuple[int, ...] = flax.struct.field(pytree_node=False)
+    sampling: Sampling | None = None
     planner: str = flax.struct.field(pytree_node=False, default="confidence")
     official: bool = flax.struct.field(pytree_node=False, default=False)
 
@@ -96,11 +97,14 @@ class Threshold(flax.struct.PyTreeNode):
         """T, entries of the window: the positions of a block."""
         return self.block_size
 
-    def init(self, tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array) -> ThresholdRow:
-        """A row whose prompt is cached: ``tokens`` [S] holds the prompt, ``budget`` tokens may follow."""
+    def init(self, tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array, noise: jax.Array) -> ThresholdRow:
+        """A row whose prompt is cached: ``tokens`` [S] holds the prompt, ``budget`` tokens may follow.
+
+        ``noise`` [2] uint32 is the key of its noise.
+        """
         nowhere = jnp.zeros(tokens.shape, bool)
         return ThresholdRow(
-            **new_row(tokens, prompt_length, budget),
+            **new_row(tokens, prompt_length, budget, noise),
             phase=jnp.asarray(PLAN, jnp.int32),
             planned=nowhere,
             chosen=nowhere,
@@ -134,11 +138,11 @@ class Threshold(flax.struct.PyTreeNode):
         assert scores.asked is not None
         b, k = self.block_size, self.slot_size
         best, probability = scores.tokens[:, 0], shift(scores.asked)
-        certainty = jax.vmap(PLANNERS[self.planner])(by_slot(scores.logprob, k))
+        certainty = certainties(self.planner, scores.certainty, window.live, row.start, row.noise, k)
         outcomes = (
-            self.after_plan(row, window, best, certainty),
+            self.after_plan(row, window, best, scores.logprob, certainty),
             self.after_verify(row, window, probability),
-            self.after_draft(row, window, best),
+            self.after_draft(row, window, best, scores.logprob),
             self.after_check(row, window, probability),
         )
         new, stored = jax.tree.map(lambda *values: jnp.stack(values)[row.phase], *outcomes)
@@ -158,13 +162,13 @@ class Threshold(flax.struct.PyTreeNode):
         return new, stored, report
 
     def after_plan(
-        self, row: ThresholdRow, window: Window, best: jax.Array, certainty: jax.Array
+        self, row: ThresholdRow, window: Window, best: jax.Array, logprob: jax.Array, certainty: jax.Array
     ) -> tuple[ThresholdRow, jax.Array]:
         """Choose slots; their drafts are the most likely tokens."""
         b, k = self.block_size, self.slot_size
         chosen = choose(certainty, by_slot(window.live, k)[:, 0], self.slot_threshold)
         chosen = window.live & by_position(chosen, k, b)
-        row = self.put(row, "tokens", best, chosen)
+        row = self.put(self.put(row, "tokens", best, chosen), "logprob", logprob, chosen)
         row = self.put(row.replace(chosen=jnp.zeros_like(row.chosen)), "chosen", True, chosen)
         row = self.put(row.replace(planned=jnp.zeros_like(row.planned)), "planned", True, window.live)
         return row.replace(phase=jnp.asarray(VERIFY, jnp.int32)), jnp.zeros(b, bool)
@@ -179,7 +183,8 @@ class Threshold(flax.struct.PyTreeNode):
         whole = live & by_position(jnp.all(by_slot(lead | ~live, k), axis=1), k, b)
         accepted = jnp.where(jnp.any(eos), to_eos, whole)
 
-        committed = self.finish(write(row, window.positions, window.tokens, accepted, self.eos))
+        logprob = view(row.logprob, window.positions)
+        committed = self.finish(write(row, window.positions, window.tokens, logprob, accepted, self.eos))
         passed = live & jax.vmap(leading)(by_slot(passes, k)).reshape(-1)[:b]
         infill = self.put(row, "passed", passed, live).replace(
             phase=jnp.asarray(DRAFT, jnp.int32), offset=jnp.zeros((), jnp.int32), eos_row=jnp.asarray(-1, jnp.int32)
@@ -187,11 +192,14 @@ class Threshold(flax.struct.PyTreeNode):
         new = jax.tree.map(lambda yes, no: jnp.where(jnp.any(accepted), yes, no), committed, infill)
         return new, accepted
 
-    def after_draft(self, row: ThresholdRow, window: Window, best: jax.Array) -> tuple[ThresholdRow, jax.Array]:
+    def after_draft(
+        self, row: ThresholdRow, window: Window, best: jax.Array, logprob: jax.Array
+    ) -> tuple[ThresholdRow, jax.Array]:
         """Fill what has not passed, slot by slot."""
         slots = self.slots(row)
         tokens = jax.vmap(draft_slot)(slots, by_slot(best, self.slot_size)).reshape(-1)[: self.block_size]
-        row = self.put(row, "tokens", tokens, window.live)
+        drafted = window.live & ~slots.passed.reshape(-1)[: self.block_size]
+        row = self.put(self.put(row, "tokens", tokens, window.live), "logprob", logprob, drafted)
         return row.replace(phase=jnp.asarray(CHECK, jnp.int32)), jnp.zeros_like(window.live)
 
     def after_check(self, row: ThresholdRow, window: Window, probability: jax.Array) -> tuple[ThresholdRow, jax.Array]:
@@ -225,7 +233,8 @@ class Threshold(flax.struct.PyTreeNode):
         row = self.put(row, "passed", passed.reshape(-1)[:b], chosen)
         tokens = view(row.tokens, window.positions)
         eos = chosen & is_eos(tokens, self.eos)
-        written = write(row, window.positions, tokens, chosen & ((jnp.cumsum(eos) - eos) == 0), self.eos)
+        logprob = view(row.logprob, window.positions)
+        written = write(row, window.positions, tokens, logprob, chosen & ((jnp.cumsum(eos) - eos) == 0), self.eos)
         if self.official:
             # Q1: the slots dropped behind an EOS are counted from its rank among the chosen, not from its place.
             planned = by_slot(view(row.planned, window.positions, False), k)[:, 0]

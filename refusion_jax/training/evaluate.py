@@ -14,7 +14,8 @@ from refusion_jax.corrupt import Corrupted
 from refusion_jax.data.batches import Batch, noise, noisy
 from refusion_jax.data.dataset import Dataset
 from refusion_jax.data.pipeline import Layout
-from refusion_jax.decoding.generate import encode, generate
+from refusion_jax.decoding.generate import generate
+from refusion_jax.decoding.prompts import encode
 from refusion_jax.losses import Totals, totals
 from refusion_jax.model import Model
 from refusion_jax.model.transformer import Params
