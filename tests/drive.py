@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from refusion_jax.decoding import engine
 from refusion_jax.decoding.row import DRAFT, PLAN, VERIFY
-from refusion_jax.decoding.sampling import Scores, request_key
+from refusion_jax.decoding.sampling import Sampling, Scores, request_key
 from refusion_jax.decoding.window import SHARED
 from refusion_jax.sharding import put_rows, row_shards
-from tests.twins.context import Model, banned
+from tests.twins.context import Model, banned, log_probabilities
+from tests.twins.noise import Sampled, sampled
 
 _init = jax.jit(lambda method, *prompt: method.init(*prompt))
 _window = jax.jit(lambda method, row: method.window(row))
@@ -39,6 +40,7 @@ class Driven:
     draft_forwards: int
     plans: list[tuple[list[int], list[int]]]  # first offsets of the open slots, and of the chosen ones
     live: list[int] = field(default_factory=list)  # window entries of every forward
+    logprobs: list[float] = field(default_factory=list)  # of token_ids
     cache: dict[int, tuple[NDArray, NDArray]] = field(default_factory=dict)  # keys and values [L, K, H] by position
 
     @property
@@ -61,6 +63,7 @@ def decode(
     tokens = np.zeros(S, np.int32)
     tokens[:P] = prompt
     noise = request_key(*request)
+    choose = None if method.sampling is None else choice_of(method.sampling, request)
     row = jax.device_get(_init(method, tokens, np.int32(P), np.int32(max_new_tokens), noise))
 
     cache: dict[int, tuple[NDArray, NDArray]] = {}
@@ -74,7 +77,7 @@ def decode(
         window = jax.device_get(_window(method, row))
         entries = np.flatnonzero(window.live)
         live_entries.append(len(entries))
-        scores, keys, values = _forward(method, model, window, entries, cache, row)
+        scores, keys, values = _forward(method, model, window, entries, cache, row, choose)
         new, stored, report = jax.device_get(_update(method, row, window, scores))
         kept = np.flatnonzero(stored)
         assert window.live[kept].all(), "keys and values of an entry that was not computed are stored"
@@ -92,8 +95,10 @@ def decode(
     written = np.flatnonzero(row.committed)[P:]
     written = written[np.argsort(row.order[written])]
     committed = [(int(position) - P, int(row.tokens[position])) for position in written]
+    answer = np.array([offset for offset, _ in sorted(committed) if offset + P < row.end], int)
     return Driven(
-        token_ids=[token for offset, token in sorted(committed) if offset + P < row.end],
+        token_ids=row.tokens[P + answer].tolist(),
+        logprobs=row.logprob[P + answer].tolist(),
         committed=committed,
         plan_forwards=int(row.forwards[PLAN]),
         verify_forwards=int(row.forwards[VERIFY]),
@@ -105,7 +110,13 @@ def decode(
 
 
 def _forward(
-    method: engine.Method, model: Model, window: Any, entries: NDArray, cache: dict, row: Any
+    method: engine.Method,
+    model: Model,
+    window: Any,
+    entries: NDArray,
+    cache: dict,
+    row: Any,
+    choose: Sampled | None,
 ) -> tuple[Scores, NDArray, NDArray]:
     """Scores of all entries [T], and keys and values [L, live, K, H] of the live ones."""
     cached = sorted(cache)
@@ -119,7 +130,7 @@ def _forward(
     if cached:
         context = np.stack([cache[p][0] for p in cached], 1), np.stack([cache[p][1] for p in cached], 1)
     logits, keys, values = model.forward(window.tokens[entries], window.positions[entries], sees, context)
-    return _scores(method, model, window, entries, logits), keys, values
+    return _scores(method, model, window, entries, logits, choose), keys, values
 
 
 def _sees_cache(window: Any, entry: int, position: int) -> bool:
@@ -136,22 +147,42 @@ def _sees(window: Any, entry: int, other: int) -> bool:
     return bool(same and window.positions[other] <= window.positions[entry])
 
 
-def _scores(method: engine.Method, model: Model, window: Any, entries: NDArray, logits: NDArray) -> Scores:
+def _scores(
+    method: engine.Method, model: Model, window: Any, entries: NDArray, logits: NDArray, choose: Sampled | None
+) -> Scores:
     """What `sampling.score` reads off the logits, in the very arithmetic of the sequential twins."""
-    T = len(window.live)
+    T, raw = len(window.live), logits
     logits = banned(model, logits.astype(np.float32)) if method.restricted else logits.astype(np.float32)
     logits = logits - logits.max(-1, keepdims=True)
     exponents = np.exp(logits)
     total = exponents.sum(-1, keepdims=True)
+    certainty = np.zeros(T, np.float32)
+    certainty[entries] = (logits - np.log(total)).max(-1)
+    logprob, ranked = certainty.copy(), logits
+    if method.planner == "entropy":
+        surprise = exponents * np.where(np.isfinite(logits), logits, 0)
+        certainty[entries] = (surprise / total).sum(-1) - np.log(total[:, 0])
+    if choose is not None:
+        ranked = np.zeros(logits.shape)
+        for place, entry in enumerate(entries):
+            decides = int(window.positions[entry]) + int(window.tokens[entry] != model.mask_id)
+            own = log_probabilities(model, raw[place])
+            ranked[place], drawn_from = choose.scores(own, decides)
+            logprob[entry] = (own if method.sampling.untempered else drawn_from)[ranked[place].argmax()]
     tokens = np.zeros((T, method.candidates), np.int32)
-    tokens[entries] = np.argsort(-logits, axis=-1, kind="stable")[:, : method.candidates]
-    logprob = np.zeros(T, np.float32)
-    logprob[entries] = (logits - np.log(total)).max(-1)
+    tokens[entries] = np.argsort(-ranked, axis=-1, kind="stable")[:, : method.candidates]
     asked = None
     if window.asked is not None:
         asked = np.zeros(T, np.float32)
         asked[entries] = (exponents / total)[np.arange(len(entries)), window.asked[entries]]
-    return Scores(tokens, logprob, logprob, asked)
+    return Scores(tokens, logprob, certainty, asked)
+
+
+def choice_of(sampling: Sampling, request: tuple[int, int, int]) -> Sampled:
+    """How the twins choose tokens by a method's own settings."""
+    top_k = 0 if sampling.top_k is None else int(sampling.top_k)
+    top_p = 1.0 if sampling.top_p is None else float(sampling.top_p)
+    return sampled(*request, float(sampling.temperature), top_k, top_p)
 
 
 def _plan(report: Any, P: int, slot_size: int) -> tuple[list[int], list[int]]:
@@ -165,11 +196,18 @@ def _plan(report: Any, P: int, slot_size: int) -> tuple[list[int], list[int]]:
 
 
 def begin(
-    model: Any, method: engine.Method, tokens: Any, lengths: Any, budgets: Any, *, width: int | None = None
+    model: Any,
+    method: engine.Method,
+    tokens: Any,
+    lengths: Any,
+    budgets: Any,
+    *,
+    width: int | None = None,
+    seed: int = 0,
 ) -> engine.State:
-    """A batch whose prompts [B, S] are all cached, before the first step."""
+    """A batch whose prompts [B, S] are all cached, before the first step. A row is the request of its number."""
     rows, capacity = tokens.shape
-    noise = np.stack([np.zeros(rows), np.arange(rows), np.zeros(rows)], 1).astype(np.uint32)
+    noise = np.stack([np.full(rows, seed), np.arange(rows), np.zeros(rows)], 1).astype(np.uint32)
     per_shard = np.tile(np.arange(rows // row_shards(), dtype=np.int32), row_shards())
     arrivals = engine.Arrivals(*put_rows((tokens, lengths, budgets, noise, per_shard)))
     state = engine.idle(method, config=model.config, rows=rows, capacity=capacity)

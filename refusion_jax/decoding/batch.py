@@ -235,7 +235,7 @@ class Batch:
         now = time.perf_counter()
         self.usage.steps += int(self.step) - step
         self.usage.places += (int(self.step) - step) * self.rows
-        self.usage.computed += (int(computed) - self.computed) * self.rows
+        self.usage.computed += (int(computed) - self.computed) * row_shards()
         self.computed = int(computed)
         # Inside one call, steps are taken to be equally long.
         part = (finished_at - step) / max(int(self.step) - step, 1)

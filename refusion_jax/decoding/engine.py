@@ -29,8 +29,9 @@ from refusion_jax.decoding.row import Report
 from refusion_jax.decoding.sampling import Sampling, Scores, allowed_tokens, fold_in, request_key, score
 from refusion_jax.decoding.window import Window
 from refusion_jax.model import transformer
+from refusion_jax.model.packing import pack, packing_of, unpack
 from refusion_jax.model.transformer import Params, causal
-from refusion_jax.sharding import ROWS, TENSOR, has_mesh, per_row, per_shard, reshard
+from refusion_jax.sharding import ROWS, TENSOR, has_mesh, per_row, per_shard, reshard, row_shards
 
 PREFILL_WIDTH = 256  # tokens of a prompt that are cached in one pass
 
@@ -65,7 +66,7 @@ class State(flax.struct.PyTreeNode):
     rows: Any  # a Row of the method, every field with a leading [B]
     cache: KVCache
     step: jax.Array  # int32: forward passes so far
-    computed: jax.Array  # int32: window entries that they computed for each row
+    computed: jax.Array  # int32: window positions that they computed for each shard of rows
     finite: jax.Array  # bool: no logit was NaN so far
 
 
@@ -79,6 +80,25 @@ def widths(entries: int) -> list[int]:
     coarse = [16, 32, 64, 128, 256, 512, 1024]
     steps = [1, 2] if entries <= 4 else fine if jax.default_backend() == "cpu" else coarse
     return [width for width in steps if width < entries] + [entries]
+
+
+def sizes(entries: int, rows: int) -> list[tuple[int, int]]:
+    """What is compiled for windows of up to ``entries``, of ``rows`` rows a shard: width T, and M packed positions.
+
+    The cheapest first. One row is as wide as its window; several are packed behind each other, where M = rows x T
+    stands for no packing.
+    """
+    if rows == 1:
+        return [(width, width) for width in widths(entries)]
+    if entries <= 4:
+        return [(1, rows)] + [(entries, rows + rows * (entries - 1) * part // 4) for part in (1, 2, 4)]
+    whole = rows * entries
+    parts = [2 / 3] * 8 if jax.default_backend() == "cpu" else [1 / 2] * 3
+    packed = [whole]
+    for part in parts:
+        packed.append(max(int(packed[-1] * part), entries))
+    half = (entries + 1) // 2
+    return [(entries if size > whole // 4 else half, size) for size in sorted(set(packed))]
 
 
 def capacity(longest: int) -> int:
@@ -233,15 +253,16 @@ class Pass(NamedTuple):
     went: jax.Array  # [B, T] int32: the place of every live entry in the compact window
     keys: jax.Array  # [L, B, K, T, H], of the compact window
     values: jax.Array  # [L, B, K, T, H]
-    width: jax.Array  # int32: of the compact window, as it was computed
+    computed: jax.Array  # int32: positions that were computed for each shard of rows
 
 
 def forward(
     params: Params, config: ModelConfig, method: Method, window: Window, noise: jax.Array, cache: KVCache
 ) -> Pass:
-    """Run the live entries of ``window`` at the narrowest compiled width that holds those of every row."""
+    """Run the live entries of ``window`` in the smallest compiled size that holds them."""
     T, mask = method.entries, config.mask_token_id
-    sizes = widths(T)
+    B, shards = window.live.shape[0], row_shards()
+    compiled = sizes(T, B // shards)
     allowed = reshard(allowed_tokens(config), TENSOR) if method.restricted else None
     rate = per_shard(
         functools.partial(
@@ -261,23 +282,42 @@ def forward(
         position = front.positions + (front.tokens != (-1 if mask is None else mask))
         return jax.vmap(fold_in, (None, 0))(noise, position)
 
-    def at_width(width: int, params: Params, window: Window, noise: jax.Array, cache: KVCache) -> Pass:
-        def pack(_: None, row: Window, noise: jax.Array) -> Any:
+    def at_size(
+        width: int, size: int, params: Params, window: Window, counts: jax.Array, noise: jax.Array, cache: KVCache
+    ) -> Pass:
+        def compact(_: None, row: Window, noise: jax.Array) -> Any:
             front, went = windows.compact(row, width)
             return front, went, windows.sees_window(front), windows.sees_cache(front), decided(front, noise)
 
-        def unpack(_: None, scores: Scores, went: jax.Array) -> Scores:
+        def spread(_: None, scores: Scores, went: jax.Array) -> Scores:
             return jax.tree.map(lambda x: x.at[went].get(mode="fill", fill_value=0), scores)
 
-        front, went, sees, sees_cache, keys = per_row(pack)(None, window, noise)
-        out = transformer.apply(config, params, front.tokens, front.positions, sees, cache, sees_cache)
-        scores = per_row(unpack)(None, rate(out.logits, allowed, front.asked, method.sampling, keys), went)
+        front, went, sees, sees_cache, keys = per_row(compact)(None, window, noise)
+        inputs = front.tokens, front.positions, front.asked, keys
+        packing = None if size == B // shards * width else packing_of(counts, width, size)
+        if packing is not None:
+            inputs = jax.tree.map(lambda x: pack(packing, x, *(None,) * (x.ndim - 2)), inputs)
+        tokens, positions, asked, keys = inputs
+        out = transformer.apply(config, params, tokens, positions, sees, cache, sees_cache, packing=packing)
+        scores = rate(out.logits, allowed, asked, method.sampling, keys)
+        if packing is not None:
+            scores = jax.tree.map(lambda x: unpack(packing, x, *(None,) * (x.ndim - 2)), scores)
+        scores = per_row(spread)(None, scores, went)
         widen = [(0, 0)] * 3 + [(0, T - width), (0, 0)]
-        return Pass(scores, went, jnp.pad(out.keys, widen), jnp.pad(out.values, widen), jnp.int32(width))
+        return Pass(scores, went, jnp.pad(out.keys, widen), jnp.pad(out.values, widen), jnp.int32(size))
 
-    needed = jnp.max(jnp.sum(window.live, axis=1))
-    index = sum((needed > width for width in sizes[:-1]), start=jnp.int32(0))
-    return jax.lax.switch(index, [functools.partial(at_width, width) for width in sizes], params, window, noise, cache)
+    counts = jnp.sum(window.live, axis=1)
+    of_shard = reshard(counts, None).reshape(shards, -1)
+    longest, most = jnp.max(of_shard), jnp.max(jnp.sum(of_shard, axis=1))
+    fits = jnp.array([(longest <= width) & (most <= size) for width, size in compiled])
+    branches = [functools.partial(at_size, *size) for size in compiled]
+    return jax.lax.switch(jnp.argmax(fits), branches, params, window, counts, noise, cache)
+
+
+def padding(computed: jax.Array, live: jax.Array, rows: Any) -> jax.Array:
+    """Each working row's share of the positions that were computed and carried nothing, rounded up, int32."""
+    working = jnp.maximum(jnp.sum(~rows.done), 1)
+    return -(-(computed * row_shards() - jnp.sum(live)) // working)
 
 
 def advance(params: Params, config: ModelConfig, method: Method, state: State) -> tuple[State, Report]:
@@ -286,21 +326,21 @@ def advance(params: Params, config: ModelConfig, method: Method, state: State) -
     out = forward(params, config, method, window, state.rows.noise, state.cache)
 
     def update(shared: Any, row: Any, window: Window, scores: Scores, went: jax.Array) -> Any:
-        method, width, step = shared
+        method, padding, step = shared
         new, stored, report = method.update(row, window, scores)
         new = new.replace(
             positions=row.positions + jnp.sum(window.live),
-            padded_positions=row.padded_positions + width,
+            padded_positions=row.padded_positions + jnp.sum(window.live) + padding,
             finished_at=jnp.where(new.done, step + 1, -1),
         )
         frozen = jax.tree.map(lambda old, new: jnp.where(row.done, old, new), row, new)
         return frozen, windows.move(window.positions, went), windows.move(stored & ~row.done, went), report
 
-    shared = (method, out.width, state.step)
+    shared = (method, padding(out.computed, window.live, state.rows), state.step)
     rows, positions, stored, report = per_row(update)(shared, state.rows, window, out.scores, out.went)
     cache = kv.commit(state.cache, out.keys, out.values, positions, stored)
     finite = state.finite & ~jnp.any(jnp.isnan(out.scores.logprob))
-    return State(rows, cache, state.step + 1, state.computed + out.width, finite), report
+    return State(rows, cache, state.step + 1, state.computed + out.computed, finite), report
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))

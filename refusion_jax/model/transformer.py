@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from refusion_jax.cache import KVCache
 from refusion_jax.config import ModelConfig
+from refusion_jax.model.packing import Packing, pack, unpack
 from refusion_jax.sharding import ROWS, TENSOR, einsum, row_shards, spec
 
 Params = Any  # nested dictionaries of arrays, laid out as PARAMETER_AXES
@@ -142,6 +143,7 @@ class Layer(nn.Module):
         sees: jax.Array,  # [B, T, T] bool
         sees_cache: jax.Array | None,  # [B, T, S] bool
         table: tuple[jax.Array, jax.Array],
+        packing: Packing | None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         c = self.config
         D, N, K, H, F = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size
@@ -152,9 +154,14 @@ class Layer(nn.Module):
 
         x = norm("attention_norm", hidden)
         query = rotate(norm("query_norm", self.project("query", x, N, H)), table)
-        keys = rotate(norm("key_norm", self.project("key", x, K, H)), table).transpose(0, 2, 1, 3)
-        values = self.project("value", x, K, H).transpose(0, 2, 1, 3)
+        keys = rotate(norm("key_norm", self.project("key", x, K, H)), table)
+        values = self.project("value", x, K, H)
+        if packing is not None:
+            query, keys, values = (unpack(packing, x, TENSOR, None) for x in (query, keys, values))
+        keys, values = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
         mixed = attend(query, keys, values, sees, cache, sees_cache)
+        if packing is not None:
+            mixed = pack(packing, mixed, TENSOR, None)
         hidden = hidden + self.project("output", mixed, D)
 
         x = norm("mlp_norm", hidden)
@@ -200,6 +207,7 @@ class Transformer(nn.Module):
         sees_cache: jax.Array | None = None,  # [B, T, S] bool: query, cache entry
         *,
         head: bool = True,
+        packing: Packing | None = None,
     ) -> Output:
         """One forward pass.
 
@@ -210,6 +218,7 @@ class Transformer(nn.Module):
           cache: keys and values of earlier tokens; read, never written.
           sees_cache: what each window token sees of the cache, [B, T, S] bool; required with a cache.
           head: False returns the final hidden states in place of logits.
+          packing: tokens and positions are packed, [G, M], and so is the output but for keys and values.
         """
         c = self.config
         dtype = jnp.dtype(c.dtype)
@@ -223,11 +232,11 @@ class Transformer(nn.Module):
             layer,
             variable_axes={"params": 0, "adapters": 0},
             split_rngs={"params": True},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
             length=c.num_layers,
         )(c, name="layers")
         stored = None if cache is None else (cache.keys, cache.values)
-        hidden, (keys, values) = layers(hidden, stored, sees, sees_cache, table)
+        hidden, (keys, values) = layers(hidden, stored, sees, sees_cache, table, packing)
         scale = self.param("final_norm", nn.initializers.ones, (c.hidden_size,), dtype)
         hidden = rms_norm(hidden, scale, c.rms_norm_eps)
         if c.tie_word_embeddings:
@@ -260,6 +269,7 @@ def apply(
     head: bool = True,
     adapters: Params | None = None,
     remat: Remat = "none",
+    packing: Packing | None = None,
 ) -> Output:
     """One forward pass, see ``Transformer.__call__``: the one function behind prefill, decoding and training.
 
@@ -267,7 +277,9 @@ def apply(
     ``remat`` says what the backward pass computes again: nothing, all but matrix products, or whole layers.
     """
     variables = {"params": params} if adapters is None else {"params": params, "adapters": adapters}
-    out = Transformer(config, remat).apply(variables, tokens, positions, sees, cache, sees_cache, head=head)
+    out = Transformer(config, remat).apply(
+        variables, tokens, positions, sees, cache, sees_cache, head=head, packing=packing
+    )
     assert isinstance(out, Output)
     return out
 

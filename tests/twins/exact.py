@@ -4,7 +4,8 @@ Context = prompt + committed tokens, with true RoPE positions; a token sees what
 Inside a serial block, until no slot is open:
 
 1. Plan. The masks of every open slot stand behind the context and see it and their own slot's earlier masks.
-   The probability of the most likely token at a slot's first mask is the slot's certainty.
+   The probability of the most likely token at a slot's first mask is the slot's certainty, unless another planner
+   than `confidence` says how certain it is.
 2. Choose every slot with certainty > slot_threshold; if there is none, the single most certain one.
 3. Commit the chosen slots in position order. A slot's first token is chosen at a lone mask at its position
    behind the context as it is then, every later one at the token before it.
@@ -17,7 +18,7 @@ Inside a serial block, until no slot is open:
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,31 @@ from numpy.typing import NDArray
 
 from tests.twins import golden
 from tests.twins.context import Choose, Context, Model, Slot, greedy, log_probabilities, partition, response
+
+# (log-probabilities at the masks of a slot [k, V], its number in the block, position of the first mask) -> certainty
+Planner = Callable[[NDArray, int, int], float]
+
+
+def confidence(log_probabilities: NDArray, slot: int, position: int) -> float:
+    """The probability of the most likely token at the first mask."""
+    return np.exp(log_probabilities[0]).max()
+
+
+def mean(log_probabilities: NDArray, slot: int, position: int) -> float:
+    """The geometric mean, over all masks, of the probability of the most likely token."""
+    best = np.exp(log_probabilities.astype(np.float64)).max(-1)
+    return float(np.prod(best) ** (1 / len(best)))
+
+
+def entropy(log_probabilities: NDArray, slot: int, position: int) -> float:
+    """e to the minus entropy of the distribution at the first mask."""
+    possible = log_probabilities[0][np.isfinite(log_probabilities[0])].astype(np.float64)
+    return float(np.exp(np.sum(np.exp(possible) * possible)))
+
+
+def left_to_right(log_probabilities: NDArray, slot: int, position: int) -> float:
+    """1/e, and a factor of 1/e less for every slot of the block before it."""
+    return float(np.exp(-1.0 - slot))
 
 
 @dataclass(frozen=True)
@@ -53,6 +79,7 @@ def decode(
     max_new_tokens: int,
     slot_threshold: float = 0.9,
     choose: Choose = greedy,
+    planner: Planner = confidence,
 ) -> Decoded:
     if block_size % slot_size:
         raise ValueError(f"{slot_size=} does not divide {block_size=}")
@@ -80,7 +107,8 @@ def decode(
     for block in partition(0, max_new_tokens, block_size):
         open_slots = partition(block.start, block.stop, slot_size)
         while open_slots:
-            certainties = _certainties(context, open_slots, len(prompt))
+            numbers = [(slot.start - block.start) // slot_size for slot in open_slots]
+            certainties = _certainties(context, open_slots, numbers, len(prompt), planner)
             chosen, margin = _choose_slots(open_slots, certainties, slot_threshold)
             plans.append(Plan(_firsts(open_slots), certainties.tolist(), _firsts(chosen)))
             margins.append(margin)
@@ -102,15 +130,21 @@ def decode(
     )
 
 
-def _certainties(context: Context, open_slots: list[Slot], prompt_length: int) -> NDArray:
-    """The probability [J] of the most likely token at the first mask of every open slot."""
+def _certainties(
+    context: Context, open_slots: list[Slot], numbers: list[int], prompt_length: int, planner: Planner
+) -> NDArray:
+    """How certain [J] every open slot is; `numbers` are those of the slots in their block."""
     offsets = [offset for slot in open_slots for offset in slot]
     slot_of = np.array([index for index, slot in enumerate(open_slots) for _ in slot])
     own = np.tri(len(offsets), dtype=bool) & (slot_of[:, None] == slot_of)
     masks = [context.model.mask_id] * len(offsets)
     logits = context.forward(masks, [prompt_length + offset for offset in offsets], own)[0]
-    firsts = [offsets.index(slot.start) for slot in open_slots]
-    return np.exp(log_probabilities(context.model, logits[firsts])).max(-1)
+    log_p = log_probabilities(context.model, logits)
+    certainties = [
+        planner(log_p[slot_of == index], number, prompt_length + slot.start)
+        for index, (slot, number) in enumerate(zip(open_slots, numbers, strict=True))
+    ]
+    return np.array(certainties, np.float32)
 
 
 def _choose_slots(open_slots: list[Slot], certainties: NDArray, slot_threshold: float) -> tuple[list[Slot], float]:

@@ -1,0 +1,1 @@
+"""Measuring models: what they cost."""
