@@ -77,8 +77,9 @@ class DecodeConfig:
       ValueError: a setting is out of its range, or two of them contradict each other.
     """
 
-    method: Literal["refusion", "ar"] = "refusion"
-    """refusion plans and infills slots in parallel; ar writes left to right, the baseline."""
+    method: Literal["refusion", "ar", "mdm"] = "refusion"
+    """refusion plans and infills slots in parallel; ar writes left to right, and mdm token by token by masked diffusion
+    that reads the whole answer again in every step: the baselines."""
     max_new_tokens: int = 256
     """Budget of new tokens a prompt; the last slot and block are short when they do not divide it."""
     slot_size: int = 8
@@ -102,6 +103,11 @@ class DecodeConfig:
     """Draw among the most likely tokens that together have this probability."""
     seed: int = 0
     """Of the noise, together with the prompt's place in the input (or its own seed) and the token's position."""
+    kv_reuse: Literal["reuse", "recompute", "none"] = "reuse"
+    """Keys and values of slots that were infilled in parallel: reuse keeps them as they are, recompute computes them
+    again behind each other, none caches nothing of the answer; verify="threshold" only."""
+    tokens_per_step: int = 0
+    """method="mdm": how many of the most certain tokens every step writes; 0: those above slot_threshold."""
     num_samples: int = 1
     """Answers to every prompt, drawn one independently of the other; the prompt is computed once."""
     stop: tuple[str, ...] = ()
@@ -117,9 +123,10 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         choices: dict[str, tuple[str | None, ...]] = {
-            "method": ("refusion", "ar"),
+            "method": ("refusion", "ar", "mdm"),
             "verify": ("exact", "threshold"),
             "planner": ("confidence", "mean", "entropy", "random", "left_to_right"),
+            "kv_reuse": ("reuse", "recompute", "none"),
             "compat": (None, "official"),
             "ar_first": ("mask", "token"),
         }
@@ -127,7 +134,7 @@ class DecodeConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, allowed))}")
         at_least_1 = ("max_new_tokens", "slot_size", "block_size", "serial_num_blocks", "num_samples")
-        for name in (*at_least_1, "top_k"):
+        for name in (*at_least_1, "top_k", "tokens_per_step"):
             value = getattr(self, name)
             if value is None and name == "serial_num_blocks":
                 continue
@@ -150,8 +157,12 @@ class DecodeConfig:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
         if self.compat is None and self.serial_num_blocks is not None:
             raise ValueError(f"serial_num_blocks={self.serial_num_blocks} belongs to compat='official'; set block_size")
-        if self.compat == "official" and self.method == "ar":
-            raise ValueError("compat='official' is a way of method='refusion', not of method='ar'")
+        if self.compat == "official" and self.method != "refusion":
+            raise ValueError(f"compat='official' is a way of method='refusion', not of method={self.method!r}")
+        if self.kv_reuse != "reuse" and (self.method, self.verify, self.compat) != ("refusion", "threshold", None):
+            raise ValueError(f"kv_reuse={self.kv_reuse!r} is a way of verify='threshold' alone")
+        if self.tokens_per_step and self.method != "mdm":
+            raise ValueError(f"tokens_per_step={self.tokens_per_step} is a setting of method='mdm' alone")
         if self.compat == "official" and (self.temperature or self.planner != "confidence" or self.stop):
             raise ValueError(
                 "compat='official' is greedy, plans by confidence and knows no stop strings: leave temperature, "
@@ -166,7 +177,7 @@ class DecodeConfig:
         With compat="official" as there: the budget is rounded up to whole slots and cut into equal blocks, of which
         what does not divide is lost.
         """
-        k, new = self.slot_size, self.max_new_tokens
+        k, new = 1 if self.method == "mdm" else self.slot_size, self.max_new_tokens
         rounded = -(-new // k) * k
         if self.compat == "official":
             number = self.serial_num_blocks

@@ -168,3 +168,24 @@ def test_the_mended_algorithm_in_other_settings(
     model: rf.Model, data: golden.Golden, model_name: str, identity: str
 ) -> None:
     check_mended(model, data, model_name, identity, every=1)
+
+
+@pytest.mark.parametrize("kv_reuse", ["recompute", "none"])
+def test_keys_and_values_that_are_not_reused_are_those_of_a_plain_recomputation(
+    model: rf.Model, data: golden.Golden, prompts: list[list[int]], kv_reuse: Any
+) -> None:
+    """Both give the same text; recomputing takes one more forward for every parallel infill, caching nothing none."""
+    options = {"max_new_tokens": 48, "slot_size": 8, "block_size": 24, "slot_threshold": 0.5, "token_threshold": 0.9}
+    outs = rf.generate(model, prompts[:8], rf.DecodeConfig(verify="threshold", kv_reuse=kv_reuse, **options))
+    compared = 0
+    for prompt, out in zip(prompts, outs, strict=False):
+        twin = official.decode_threshold(data.model, prompt, recompute=True, **options)
+        if twin.margin < NEAR_TIE:
+            continue
+        compared += 1
+        assert out.token_ids == twin.token_ids
+        assert out.commit_order == [offset for offset, _ in twin.committed if offset < len(twin.token_ids)]
+        assert out.stats.draft_forwards == twin.calls["draft"]
+        more = out.stats.verify_forwards - twin.calls["global_verification"] - twin.calls["verify"]
+        assert (0 < more <= twin.calls["draft"]) == (kv_reuse == "recompute" and twin.calls["draft"] > 0)
+    assert compared >= 4

@@ -174,6 +174,10 @@ def unread(config: DecodeConfig) -> list[str]:
     drawing = ["top_k", "top_p", "untempered_logprobs"] if config.temperature == 0 else []
     if config.temperature == 0 and config.planner != "random":
         drawing.append("seed")
+    if config.method == "mdm":
+        return [*drawing, "slot_size", "token_threshold", "verify", "ar_first"] + (
+            ["slot_threshold"] if config.tokens_per_step else []
+        )
     if config.method == "ar":
         names = ["block_size", "slot_threshold", "token_threshold", "verify", "planner"]
         return drawing + (names if config.ar_first == "mask" else ["slot_size", *names])

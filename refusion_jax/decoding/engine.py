@@ -45,6 +45,9 @@ class Method(Protocol):
     def sampling(self) -> Sampling | None: ...  # how tokens are drawn; None: greedily
 
     @property
+    def slot_size(self) -> int: ...  # k, tokens of a slot
+
+    @property
     def planner(self) -> str: ...  # name of the function that rates slots
 
     @property
@@ -91,7 +94,7 @@ def sizes(entries: int, rows: int) -> list[tuple[int, int]]:
     if rows == 1:
         return [(width, width) for width in widths(entries)]
     if entries <= 4:
-        return [(1, rows)] + [(entries, rows + rows * (entries - 1) * part // 4) for part in (1, 2, 4)]
+        return sorted({(1, rows), *((entries, rows + rows * (entries - 1) * part // 4) for part in (1, 2, 4))})
     whole = rows * entries
     parts = [2 / 3] * 8 if jax.default_backend() == "cpu" else [1 / 2] * 3
     packed = [whole]

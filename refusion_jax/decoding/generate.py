@@ -277,7 +277,7 @@ def batch_of(job: Job, wanted: int, trace: bool, refill: bool, usage: Usage) -> 
         capacity=engine.capacity(max(map(len, job.prompts)) + budget),
         rows=rows + -rows % row_shards(),
         usage=usage,
-        slot_size=job.config.slot_size if trace else None,
+        slot_size=job.method.slot_size if trace else None,
         refill=refill,
     )
 

@@ -10,6 +10,7 @@ from refusion_jax.config import DecodeConfig, ModelConfig
 from refusion_jax.decoding import engine
 from refusion_jax.decoding.autoregressive import Autoregressive
 from refusion_jax.decoding.exact import Exact
+from refusion_jax.decoding.masked_diffusion import MaskedDiffusion
 from refusion_jax.decoding.sampling import sampling_of
 from refusion_jax.decoding.threshold import Threshold
 
@@ -33,6 +34,12 @@ def method_of(model: ModelConfig, config: DecodeConfig) -> engine.Method:
     if config.method == "ar" and config.ar_first == "token":
         return Autoregressive(1, None, model.eos_token_ids, sampling)
     assert mask is not None
+    slot_threshold = jnp.asarray(config.slot_threshold, jnp.float32)
+    if config.method == "mdm":
+        block, _ = config.blocks()
+        number = jnp.asarray(config.tokens_per_step, jnp.int32)
+        budget, eos = config.max_new_tokens, model.eos_token_ids
+        return MaskedDiffusion(slot_threshold, number, budget, block, mask, eos, sampling, config.planner)
     if config.slot_size not in model.slot_sizes:
         warnings.warn(
             f"slot_size={config.slot_size} is none of the sizes this model was trained with "
@@ -42,7 +49,6 @@ def method_of(model: ModelConfig, config: DecodeConfig) -> engine.Method:
     if config.method == "ar":
         return Autoregressive(config.slot_size, mask, model.eos_token_ids, sampling)
     block, _ = config.blocks()
-    slot_threshold = jnp.asarray(config.slot_threshold, jnp.float32)
     if config.compat is None and config.verify == "exact":
         return Exact(slot_threshold, config.slot_size, block, mask, model.eos_token_ids, sampling, config.planner)
     official = config.compat == "official"
@@ -64,6 +70,8 @@ def method_of(model: ModelConfig, config: DecodeConfig) -> engine.Method:
         sampling,
         config.planner,
         official,
+        config.kv_reuse,
+        config.max_new_tokens if config.kv_reuse == "none" else 0,
     )
 
 

@@ -12,7 +12,10 @@ every decision):
    forward fills the tokens that have not passed from masks, a *check* forward verifies them; each slot accepts its
    leading passes and one token more, until all are accepted. Keys and values are kept as far as all slots agree.
 
-What an infill has cached of a slot is seen by that slot alone until the slot is committed.
+What an infill has cached of a slot is seen by that slot alone until the slot is committed. Slots that were infilled
+together have thus not seen each other, and their keys and values stay so (``kv_reuse="reuse"``, the paper's way); with
+"recompute" one more forward computes them again, each token seeing all before it, and with "none" nothing of the answer
+is cached at all: every forward computes what is committed again, in the order in which it was.
 """
 
 from __future__ import annotations
@@ -27,16 +30,16 @@ from refusion_jax.decoding import row as rows
 from refusion_jax.decoding.plan import by_position, by_slot, certainties, choose
 from refusion_jax.decoding.row import Report, Row, first_true, is_eos, new_row, shift, view, write
 from refusion_jax.decoding.sampling import Sampling, Scores
-from refusion_jax.decoding.window import HIDDEN, SHARED, Window, assemble, on_branches, on_trunk
+from refusion_jax.decoding.window import HIDDEN, SHARED, Entries, Window, assemble, on_branches, on_trunk
 
-PLAN, VERIFY, DRAFT, CHECK = range(4)
-KIND = (rows.PLAN, rows.VERIFY, rows.DRAFT, rows.VERIFY)  # how each phase is counted
+PLAN, VERIFY, DRAFT, CHECK, RECOMPUTE = range(5)
+KIND = (rows.PLAN, rows.VERIFY, rows.DRAFT, rows.VERIFY, rows.VERIFY)  # how each phase is counted
 
 
 class ThresholdRow(Row):
     """What threshold decoding knows of a row, beside its text."""
 
-    phase: jax.Array  # int32: PLAN, VERIFY, DRAFT or CHECK, what the next forward does
+    phase: jax.Array  # int32: PLAN, VERIFY, DRAFT, CHECK or RECOMPUTE, what the next forward does
     planned: jax.Array  # [S] bool: open when the last plan was made
     chosen: jax.Array  # [S] bool: of the slots that are being written
     passed: jax.Array  # [S] bool: accepted, leading in its slot
@@ -84,6 +87,8 @@ class Threshold(flax.struct.PyTreeNode):
     sampling: Sampling | None = None
     planner: str = flax.struct.field(pytree_node=False, default="confidence")
     official: bool = flax.struct.field(pytree_node=False, default=False)
+    kv_reuse: str = flax.struct.field(pytree_node=False, default="reuse")
+    budget: int = flax.struct.field(pytree_node=False, default=0)  # new tokens at most; kv_reuse="none" only
 
     candidates: ClassVar[int] = 1
 
@@ -94,8 +99,8 @@ class Threshold(flax.struct.PyTreeNode):
 
     @property
     def entries(self) -> int:
-        """T, entries of the window: the positions of a block."""
-        return self.block_size
+        """T, entries of the window: the positions of a block, behind those of the whole answer if it is not cached."""
+        return self.block_size + (self.budget if self.kv_reuse == "none" else 0)
 
     def init(self, tokens: jax.Array, prompt_length: jax.Array, budget: jax.Array, noise: jax.Array) -> ThresholdRow:
         """A row whose prompt is cached: ``tokens`` [S] holds the prompt, ``budget`` tokens may follow.
@@ -118,25 +123,44 @@ class Threshold(flax.struct.PyTreeNode):
         b, k = self.block_size, self.slot_size
         block = row.start + jnp.arange(b)
         slot, offset = jnp.arange(b) // k, jnp.arange(b) % k
-        infill = row.phase >= DRAFT
+        infill = (row.phase == DRAFT) | (row.phase == CHECK)
         chosen = view(row.chosen, block, False)
         wanted = jnp.where(row.phase == PLAN, view(row.unwritten, block, False), chosen)
-        live = wanted & ~(infill & (offset < row.offset))
+        live = wanted if self.kv_reuse == "none" else wanted & ~(infill & (offset < row.offset))
         masked = (row.phase == PLAN) | ((row.phase == DRAFT) & ~view(row.passed, block, False))
         tokens = jnp.where(masked, self.mask, view(row.tokens, block))
-        trunk, branches = on_trunk(tokens, block, live), on_branches(tokens, block, live, 0, slot)
+        context = self.context(row)
+        before = sum((jnp.sum(entries.live) for entries in context), start=jnp.int32(0))
+        trunk, branches = on_trunk(tokens, block, live, before), on_branches(tokens, block, live, before, slot)
         entries = jax.tree.map(lambda t, s: jnp.where(infill, s, t), trunk, branches)
 
-        place = jnp.arange(row.tokens.shape[0]) - row.start
+        position = jnp.arange(row.tokens.shape[0])
+        place = position - row.start
         final = infill & row.chosen & (place % k < row.offset)
-        scope = jnp.where(row.committed, SHARED, jnp.where(final, place // k, HIDDEN))
+        cached = row.committed & ~((row.phase == RECOMPUTE) & row.chosen)
+        scope = jnp.where(cached, SHARED, jnp.where(final, place // k, HIDDEN))
+        if context:
+            scope = jnp.where(position < row.prompt_length, SHARED, HIDDEN)
         following = jnp.where(live, jnp.concatenate([tokens[1:], tokens[:1]]), 0)
-        return assemble([entries], scope, following)
+        missing = self.entries - b
+        return assemble([*context, entries], scope, jnp.pad(following, (missing, 0)))
+
+    def context(self, row: ThresholdRow) -> list[Entries]:
+        """What is committed of the answer, in the order in which it was, if it is not cached."""
+        if self.kv_reuse != "none":
+            return []
+        position = row.prompt_length + jnp.arange(self.budget)
+        written = view(row.committed, position, False)
+        place = view(row.order, position)
+        branch = jnp.full(self.budget, SHARED)
+        return [Entries(view(row.tokens, position), position, written, place, place + 1, branch)]
 
     def update(self, row: ThresholdRow, window: Window, scores: Scores) -> tuple[ThresholdRow, jax.Array, Report]:
         """What follows from one forward. Returns the row, which entries' keys and values to store [T], and a report."""
-        assert scores.asked is not None
         b, k = self.block_size, self.slot_size
+        whole = window
+        window, scores = jax.tree.map(lambda x: x[-b:], (window.replace(scope=None), scores))
+        assert scores.asked is not None
         best, probability = scores.tokens[:, 0], shift(scores.asked)
         certainty = certainties(self.planner, scores.certainty, window.live, row.start, row.noise, k)
         outcomes = (
@@ -144,6 +168,7 @@ class Threshold(flax.struct.PyTreeNode):
             self.after_verify(row, window, probability),
             self.after_draft(row, window, best, scores.logprob),
             self.after_check(row, window, probability),
+            (self.finish(row), window.live),
         )
         new, stored = jax.tree.map(lambda *values: jnp.stack(values)[row.phase], *outcomes)
         new = new.replace(forwards=row.forwards.at[jnp.asarray(KIND)[row.phase]].add(1))
@@ -159,6 +184,8 @@ class Threshold(flax.struct.PyTreeNode):
             drafts=window.live & checking,
             accepted=view(new.passed | new.committed, block, False) & window.live & checking,
         )
+        if self.kv_reuse == "none":
+            return new, jnp.zeros_like(whole.live), report
         return new, stored, report
 
     def after_plan(
@@ -242,7 +269,11 @@ class Threshold(flax.struct.PyTreeNode):
             boundary = row.start + k * jnp.argmax(at_rank)
             written = written.replace(end=jnp.where(eos_row >= 0, jnp.minimum(written.end, boundary), written.end))
         infill = row.replace(phase=jnp.asarray(DRAFT, jnp.int32), offset=final, eos_row=eos_row)
-        new = jax.tree.map(lambda yes, no: jnp.where(complete, yes, no), self.finish(written), infill)
+        finished = self.finish(written)
+        if self.kv_reuse == "recompute":
+            kept = row.chosen & written.committed
+            finished = finished.replace(phase=jnp.asarray(RECOMPUTE, jnp.int32), chosen=kept)
+        new = jax.tree.map(lambda yes, no: jnp.where(complete, yes, no), finished, infill)
         return new, stored
 
     def slots(self, row: ThresholdRow) -> Slot:

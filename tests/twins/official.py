@@ -98,16 +98,18 @@ def decode_threshold(
     block_size: int,
     slot_threshold: float,
     token_threshold: float,
+    recompute: bool = False,
 ) -> Decoded:
     """The same with three differences.
 
-    An EOS drops the slots behind it only; the mask and rows beyond the tokenizer are banned; token_ids ends
+    With recompute, keys and values of slots that were infilled in parallel are computed again, each token seeing all
+    before it. An EOS drops the slots behind it only; the mask and rows beyond the tokenizer are banned; token_ids ends
     with the first EOS by position. The last slot and block may be short.
     """
     if block_size % slot_size:
         raise ValueError(f"{slot_size=} does not divide {block_size=}")
     blocks = partition(0, max_new_tokens, block_size)
-    run = _Run(model, prompt, slot_threshold, token_threshold, eos_fixed=True)
+    run = _Run(model, prompt, slot_threshold, token_threshold, eos_fixed=True, recompute=recompute)
     run.decode([partition(block.start, block.stop, slot_size) for block in blocks])
     run.out.token_ids = response(run.out.committed, model.eos_id)
     return run.out
@@ -135,12 +137,14 @@ class _Run:
         slot_threshold: float,
         token_threshold: float,
         eos_fixed: bool,
+        recompute: bool = False,
     ):
         self.model = model
         self.prompt = list(prompt)
         self.slot_threshold = np.float32(slot_threshold)
         self.token_threshold = np.float32(token_threshold)
         self.eos_fixed = eos_fixed
+        self.recompute = recompute
         self.context = Context(model)
         self.out = Decoded()
 
@@ -261,6 +265,9 @@ class _Run:
             tokens = tokens[: tokens.index(self.model.eos_id) + 1]
         own = [row.context.since(len(self.context)) for row in rows]
         keys, values = (np.concatenate(parts, axis=1) for parts in zip(*own, strict=True))
+        if self.recompute:
+            offsets = [offset for row in rows for offset in row.slot][: len(tokens)]
+            _, keys, values = self.context.forward(tokens, self.positions(offsets))
         self.commit([row.slot for row in rows], tokens, keys, values)
         self.out.tokens_per_forward.append(sum(len(slot) for slot in slots) / (2 * rounds + 2))
         return eos_row
