@@ -2,6 +2,7 @@
 
 from refusion_jax.config import DecodeConfig, ModelConfig
 from refusion_jax.decoding.generate import Generation, Stats, Update, generate, stream
+from refusion_jax.decoding.prefix import Prefix, cache_prefix, load_prefix
 from refusion_jax.model import Model
 from refusion_jax.model.hf import export_hf, load
 from refusion_jax.sharding import make_mesh
@@ -13,11 +14,14 @@ __all__ = [
     "Generation",
     "Model",
     "ModelConfig",
+    "Prefix",
     "Stats",
     "Update",
+    "cache_prefix",
     "export_hf",
     "generate",
     "load",
+    "load_prefix",
     "make_mesh",
     "stream",
 ]

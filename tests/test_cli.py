@@ -24,6 +24,7 @@ import refusion_jax as rf
 from refusion_jax.cli import decode as command
 from refusion_jax.cli.output import write_output
 from refusion_jax.data import worksheet
+from refusion_jax.decoding.batch import Usage
 from refusion_jax.presets import PRESETS
 from tests.twins import exact
 
@@ -125,16 +126,18 @@ def no_decoding(monkeypatch: pytest.MonkeyPatch, model: rf.Model) -> list[Any]:
     """
     calls = []
 
-    def generate(model: rf.Model, prompts: Any, config: rf.DecodeConfig, **others: Any) -> list[rf.Generation]:
-        calls.append((prompts, config, others))
-        stats = rf.Stats(*[1] * 9, seconds=0.5)
-        answers = [rf.Generation("ü \u2028 語", ids, "stop", stats) for ids in prompts]
-        others["on_progress"](answers)
-        return answers
+    def decode(job: Any, *, skip: frozenset[int], usage: Any, trace: bool) -> Iterator[dict[int, rf.Generation]]:
+        calls.append((job.prompts, job.config, {"batch_size": job.batch_size, "trace": trace, "noise": job.noise}))
+        for number in set(range(job.answers)) - skip:
+            yield {number: answer(job.prompts[number // job.config.num_samples])}
 
     monkeypatch.setattr(command, "load", lambda source, dtype: calls.append((source, dtype)) or model)
-    monkeypatch.setattr(command, "generate", generate)
+    monkeypatch.setattr(command, "decode", decode)
     return calls
+
+
+def answer(ids: list[int]) -> rf.Generation:
+    return rf.Generation("ü \u2028 語", ids, [-0.5] * len(ids), "stop", rf.Stats(*[1] * 9, seconds=0.5))
 
 
 def jsonl(*lines: Any) -> bytes:
@@ -293,10 +296,10 @@ def test_output_to_what_is_no_file(call: Call, no_decoding: list[Any]) -> None:
 def test_what_ends_decoding_leaves_the_old_output(
     call: Call, tmp_path: Path, no_decoding: list[Any], monkeypatch: pytest.MonkeyPatch, failure: BaseException
 ) -> None:
-    def generate(*args: Any, **kwargs: Any) -> None:
+    def decode(*args: Any, **kwargs: Any) -> None:
         raise failure
 
-    monkeypatch.setattr(command, "generate", generate)
+    monkeypatch.setattr(command, "decode", decode)
     output = tmp_path / "out.jsonl"
     output.write_text("old")
     if isinstance(failure, KeyboardInterrupt):
@@ -399,7 +402,7 @@ def test_help_names_every_option_and_setting(
         (["--slot-size", "8.0"], "--slot-size must be an integer, not '8.0'"),
         (["--serial-num-blocks", "x"], "--serial-num-blocks must be an integer, not 'x'"),
         (["--slot-threshold", "high"], "--slot-threshold must be a number, not 'high'"),
-        (["--method", "mdm"], "--method must be one of 'refusion', 'ar', not 'mdm'"),
+        (["--method", "diffusion"], "--method must be one of 'refusion', 'ar', 'mdm', not 'diffusion'"),
         (["--dtype", "float16"], "--dtype must be one of 'auto', 'float32', 'bfloat16', not 'float16'"),
         (["--compat", "v1"], "--compat must be one of "),
         (["--batch-size", "0"], "batch_size=0 must be at least 1"),
@@ -455,6 +458,12 @@ def test_warnings_are_one_line_each_and_said_once(call: Call, no_decoding: list[
         ("--method ar --ar-first token --slot-size 4", "--slot-size"),
         ("--ar-first token", "--ar-first"),
         ("--preset math --slot-threshold 0.5", ""),
+        ("--method ar --planner mean", "--planner"),
+        ("--method mdm --tokens-per-step 2 --slot-threshold 0.5", "--slot-threshold"),
+        ("--top-p 0.9", "--top-p"),
+        ("--temperature 1 --top-p 0.9 --seed 1", ""),
+        ("--seed 1", "--seed"),
+        ("--planner random --seed 1", ""),
     ],
 )
 def test_options_without_effect_are_named(args: str, ignored: str) -> None:
@@ -510,6 +519,124 @@ def test_settings_reach_the_library(call: Call, no_decoding: list[Any]) -> None:
     assert (others["batch_size"], others["trace"]) == (3, True)
 
 
+# ---- Samples, seeds, log-probabilities ----
+
+
+def test_samples_and_log_probabilities_are_written(call: Call, no_decoding: list[Any]) -> None:
+    prompts = jsonl({"prompt_ids": [5, 6], "id": "a", "seed": 9}, {"prompt_ids": [7], "id": "b"})
+    lines = call("--num-samples", "2", "--temperature", "1", "--logprobs", "--prompts", "-", stdin=prompts).lines
+    assert [(line["id"], line["sample"], line["logprobs"]) for line in lines] == [
+        ("a", 0, [-0.5, -0.5]),
+        ("a", 1, [-0.5, -0.5]),
+        ("b", 0, [-0.5]),
+        ("b", 1, [-0.5]),
+    ]
+    assert no_decoding[-1][2]["noise"] == [9, 1]
+    [plain, _] = call("--prompts", "-", stdin=prompts).lines
+    assert list(plain) == ["id", "text", "token_ids", "finish_reason", "stats"]
+
+
+# ---- Going on ----
+
+
+@pytest.fixture
+def interrupted(
+    call: Call, tmp_path: Path, no_decoding: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str | Path], list[frozenset[int]]]:
+    """The arguments of a run that was interrupted behind its third answer of six; what later ones skip."""
+    skipped: list[frozenset[int]] = []
+
+    def decode(job: Any, *, skip: frozenset[int], **others: Any) -> Iterator[dict[int, rf.Generation]]:
+        skipped.append(skip)
+        for number in (4, 0, 2, 1, 3, 5):
+            if len(skipped) == 1 and number == 1:
+                raise KeyboardInterrupt
+            if number not in skip:
+                yield {number: answer(job.prompts[number])}
+
+    monkeypatch.setattr(command, "decode", decode)
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_bytes(jsonl(*({"prompt_ids": [5 + number], "id": f"n{number}"} for number in range(6))))
+    args: list[str | Path] = ["--prompts", prompts, "--output", tmp_path / "out.jsonl", "--resume"]
+    assert call(*args).code == 130
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl.partial"]
+    return args, skipped
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(
+    call: Call, tmp_path: Path, interrupted: tuple[list[str | Path], list[frozenset[int]]]
+) -> None:
+    args, skipped = interrupted
+    with (tmp_path / "out.jsonl.partial").open("ab") as partial:
+        partial.write(b'{"id": "n5", "sam')  # what a kill leaves of a line
+    assert call(*args).code == 0
+    assert skipped[1] == {0, 2, 4}
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(line["id"], line["token_ids"]) for line in lines] == [(f"n{number}", [5 + number]) for number in range(6)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_answers_are_found_by_their_ids(
+    call: Call, tmp_path: Path, interrupted: tuple[list[str | Path], list[frozenset[int]]]
+) -> None:
+    """Lines may be added and moved; without noise their places do not matter, but with it they do."""
+    args, skipped = interrupted
+    order = [5, 4, 3, 2, 1, 0]
+    (tmp_path / "in.jsonl").write_bytes(jsonl(*({"prompt_ids": [5 + n], "id": f"n{n}"} for n in order)))
+    assert call(*args).code == 0
+    assert skipped[1] == {1, 3, 5}
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["token_ids"] for line in lines] == [[5 + number] for number in order]
+
+
+def test_answers_of_another_run_are_refused(
+    call: Call, tmp_path: Path, interrupted: tuple[list[str | Path], list[frozenset[int]]]
+) -> None:
+    args, _ = interrupted
+    assert "slot_size (8 there, 4 now)" in call(*args, "--slot-size", "4").sentence
+    assert "warning" not in call("--prompts", args[1], "--output", tmp_path / "other.jsonl").errors
+    assert "holds answers of an interrupted run; --resume uses them" in call(*args[:-1]).errors
+    (tmp_path / "in.jsonl").write_bytes(jsonl({"prompt_ids": [99], "id": "n0"}))
+    assert "to id 'n0', but to another prompt or seed" in call(*args).sentence
+    (tmp_path / "in.jsonl").write_bytes(jsonl({"prompt_ids": [5], "id": "n0"}, {"prompt_ids": [6], "id": "n0"}))
+    assert "line 2 has that of" in call(*args).sentence
+    (tmp_path / "out.jsonl.partial").write_bytes(b"junk\n")
+    (tmp_path / "in.jsonl").write_bytes(jsonl({"prompt_ids": [5], "id": "n0"}))
+    assert "is no file of finished answers" in call(*args).sentence
+    assert "give --output FILE" in call("--resume").sentence
+    assert "keeps no traces" in call(*args, "--trace").sentence
+
+
+@pytest.mark.slow
+def test_a_killed_run_loses_no_answer(tmp_path: Path) -> None:
+    """kill -9 in the middle of decoding, again and again: the output is that of a run that nobody disturbed."""
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_bytes((command.ASSETS / "prompts.jsonl").read_bytes())
+    arguments = ["--prompts", prompts, "--max-new-tokens", "96", "--batch-size", "1", "--method", "ar"]
+    arguments += ["--temperature", "0.7"]
+
+    def start(output: str, *more: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, ROOT / "decode.py", *arguments, "--output", tmp_path / output, *more])
+
+    assert start("whole.jsonl").wait() == 0
+    partial = tmp_path / "out.jsonl.partial"
+    for _ in range(3):
+        before = partial.read_bytes().count(b"\n") if partial.exists() else 0
+        process = start("out.jsonl", "--resume")
+        while process.poll() is None and (not partial.exists() or partial.read_bytes().count(b"\n") < before + 2):
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+    assert start("out.jsonl", "--resume").wait() == 0
+
+    def answers(output: str) -> list[Any]:
+        lines = [json.loads(line) for line in (tmp_path / output).read_text().splitlines()]
+        return [(line["id"], line["token_ids"]) for line in lines]
+
+    assert answers("out.jsonl") == answers("whole.jsonl")
+    assert not partial.exists()
+
+
 # ---- Bad input ----
 
 LONE_SURROGATE = b'{"prompt": "\\ud800"}'
@@ -533,7 +660,7 @@ LONE_SURROGATE = b'{"prompt": "\\ud800"}'
         (b'"7"', 1, '"7" is no object'),
         (b"null", 1, "null is no object"),
         (b'{"promt": "7"}', 1, 'unknown field "promt"; a line has one of prompt, messages, prompt_ids'),
-        (b'{"prompt": "7", "seed": 1}', 1, 'unknown field "seed"'),
+        (b'{"prompt": "7", "seeds": 1}', 1, 'unknown field "seeds"'),
         (b'{"prompt": "7", "prompt": "8"}', 1, 'the field "prompt" stands there twice'),
         (b"{}", 1, "exactly one of prompt, messages, prompt_ids, and this one has none of them"),
         (b'{"id": 3}', 1, "this one has none of them"),
@@ -547,6 +674,8 @@ LONE_SURROGATE = b'{"prompt": "\\ud800"}'
         (b'{"messages": "7"}', 1, "messages must be a list of objects"),
         (b'{"messages": [5, 6]}', 1, "messages must be a list of objects, not [5, 6]"),
         (b'{"prompt": "7", "id": 1.5}', 1, "id 1.5 is neither a string nor an integer"),
+        (b'{"prompt": "7", "seed": -1}', 1, "seed=-1 must be an integer in 0..4294967295"),
+        (b'{"prompt": "7", "seed": 1.5}', 1, "seed=1.5 must be an integer"),
         (b'{"prompt": "7", "id": true}', 1, "id true is neither a string nor an integer"),
         (b'{"prompt": "7", "id": null}', 1, "id null is neither a string nor an integer"),
         (b'{"prompt": "7", "id": "\\ud800"}', 1, "lone surrogate"),
@@ -677,10 +806,10 @@ def test_a_model_without_a_mask_token(call: Call, tmp_path: Path) -> None:
 
 
 def test_no_memory(call: Call, no_decoding: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def generate(*args: Any, **kwargs: Any) -> None:
+    def decode(*args: Any, **kwargs: Any) -> None:
         raise command.jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
 
-    monkeypatch.setattr(command, "generate", generate)
+    monkeypatch.setattr(command, "decode", decode)
     result = call()
     assert result.code == 2
     assert result.errors.splitlines()[-1] == "error: out of memory; lower --batch-size=8 or --max-new-tokens"
@@ -692,16 +821,16 @@ def test_no_memory(call: Call, no_decoding: list[Any], monkeypatch: pytest.Monke
 def test_speed_does_not_count_compiling(call: Call, no_decoding: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """0.4 s of tracing with 0.1 s of it nested, 0.1 s of running: 12 tokens in 0.1 s."""
 
-    def generate(*args: Any, **kwargs: Any) -> list[rf.Generation]:
+    def decode(job: Any, usage: Any, **kwargs: Any) -> Iterator[dict[int, rf.Generation]]:
         start = time.time()
         time.sleep(0.5)
         for begin, end in ((0.1, 0.2), (0.0, 0.3), (0.3, 0.4)):
             command.jax.monitoring.record_event_time_span("/jax/core/compile/x", start + begin, start + end)
         command.jax.monitoring.record_event_time_span("/jax/other", start, start + 0.5)
-        stats = rf.Stats(*[1] * 9, seconds=0.5)
-        return 12 * [rf.Generation("", [5], "stop", stats)]
+        usage.tokens = 12
+        yield {number: answer([5]) for number in range(job.answers)}
 
-    monkeypatch.setattr(command, "generate", generate)
+    monkeypatch.setattr(command, "decode", decode)
     result = call()
     seconds, compiling = re.search(r"12 tokens in ([\d.]+) s, without ([\d.]+) s of compiling", result.errors).groups()
     assert float(compiling) == 0.40
@@ -711,12 +840,18 @@ def test_speed_does_not_count_compiling(call: Call, no_decoding: list[Any], monk
 def test_summary_by_hand() -> None:
     first = rf.Stats(10, 12, 4, 1, 2, 1, 30, 48, 80, 0.5)
     second = rf.Stats(2, 2, 1, 1, 0, 0, 6, 16, 80, 0.1)
-    answers = [rf.Generation("", [], "stop", first), rf.Generation("", [], "length", second)]
-    assert command.summary(answers, seconds=10.0, compile_seconds=8.0) == (
+    outputs = [
+        {"finish_reason": reason, "stats": dataclasses.asdict(stats)}
+        for reason, stats in (("stop", first), ("length", second))
+    ]
+    usage = Usage()
+    usage.tokens, usage.places, usage.forwards, usage.computed, usage.positions = 10, 8, 4, 60, 30
+    assert command.summary(outputs, usage, seconds=10.0, compile_seconds=8.0) == (
         "2 answers: 1 ended, 1 cut by the budget\n"
-        "6.0 tokens/s: 12 tokens in 2.00 s, without 8.00 s of compiling\n"
+        "5.0 tokens/s: 10 tokens in 2.00 s, without 8.00 s of compiling\n"
         "2.40 tokens per forward: 12 tokens in 5 forwards\n"
-        "3.00 positions and 5.33 padded positions per token"
+        "3.00 positions and 5.33 padded positions per token\n"
+        "50% of the rows were at work; 50% of the computed positions carried something"
     )
 
 

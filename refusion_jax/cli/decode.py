@@ -281,7 +281,8 @@ def decode_lines(
     outputs: dict[int, dict[str, Any]] = {}
     samples = job.config.num_samples
     keys = [(line.id, sample) for line in lines for sample in range(samples)]
-    digests = [digest(prompt, noise) for prompt, noise in zip(job.prompts, job.noise, strict=True)]
+    noisy = job.config.temperature > 0 or job.config.planner == "random"
+    digests = [digest(prompt, noise if noisy else 0) for prompt, noise in zip(job.prompts, job.noise, strict=True)]
     if kept is not None:
         for number, key in enumerate(keys):
             if (output := kept.get(key, digests[number // samples])) is not None:
@@ -366,13 +367,15 @@ def summary(outputs: Sequence[dict[str, Any]], usage: Usage, seconds: float, com
     stopped = sum(output["finish_reason"] == "stop" for output in outputs)
     decoding = max(seconds - compile_seconds, 1e-6)
     now = usage.tokens
+    at_work, live = f"{usage.occupancy:.0%} of the rows were at work", f"{usage.live:.0%} of the computed positions"
+    shares = f"\n{at_work}; {live} carried something" if usage.places else ""
     return (
         f"{len(outputs)} answers: {stopped} ended, {len(outputs) - stopped} cut by the budget\n"
         f"{now / decoding:.1f} tokens/s: {now} tokens in {decoding:.2f} s, without {compile_seconds:.2f} s of "
         "compiling\n"
         f"{tokens / forwards:.2f} tokens per forward: {tokens} tokens in {forwards} forwards\n"
-        f"{positions / tokens:.2f} positions and {padded / tokens:.2f} padded positions per token\n"
-        f"{usage.occupancy:.0%} of the rows were at work; {usage.live:.0%} of the computed positions carried something"
+        f"{positions / tokens:.2f} positions and {padded / tokens:.2f} padded positions per token"
+        f"{shares}"
     )
 
 

@@ -95,5 +95,5 @@ def partial(output: str) -> Path:
 
 
 def digest(prompt: Sequence[int], noise: int) -> str:
-    """What an answer depends on beside the settings: its prompt, and what its noise follows from."""
+    """What an answer depends on beside the settings: its prompt, and what its noise follows from (0: it has none)."""
     return hashlib.sha256(json.dumps([list(prompt), noise]).encode()).hexdigest()[:16]

@@ -222,7 +222,7 @@ def prefill(
     def chunk(i: jax.Array | int, cache: KVCache | None) -> tuple[transformer.Output, jax.Array]:
         place = done + i * width + jnp.arange(width)
         inputs = tokens.at[:, place].get(mode="fill", fill_value=0)
-        positions = jnp.broadcast_to(place, (R, width))
+        positions = reshard(jnp.broadcast_to(place, (R, width)), ROWS, None)
         earlier = jnp.broadcast_to(jnp.arange(capacity) < place[0], (R, width, capacity))
         sees_cache = None if cache is None else reshard(earlier, ROWS, None, None)
         return transformer.apply(config, params, inputs, positions, sees, cache, sees_cache, head=False), positions
@@ -237,7 +237,11 @@ def prefill(
         if width < PREFILL_WIDTH:  # then it holds the longest prompt
             return cache
         return jax.lax.fori_loop(1, -(-jnp.max(lengths) // width), body, cache)
-    keys, values = (jnp.broadcast_to(x, (x.shape[0], R, *x.shape[2:])) for x in (prefix.keys, prefix.values))
+
+    def for_rows(x: jax.Array) -> jax.Array:
+        return reshard(jnp.broadcast_to(x, (x.shape[0], R, *x.shape[2:])), *kv.CACHE_AXES)
+
+    keys, values = for_rows(prefix.keys), for_rows(prefix.values)
     cache = kv.fill(keys, values, capacity)
     return jax.lax.fori_loop(0, -(-(jnp.max(lengths) - done) // width), body, cache)
 

@@ -16,6 +16,7 @@ from refusion_jax.config import DecodeConfig, check_seed
 from refusion_jax.decoding import engine
 from refusion_jax.decoding.batch import STEPS_PER_CALL, Batch, Ended, Request, Usage
 from refusion_jax.decoding.methods import eos_of, method_of
+from refusion_jax.decoding.prefix import Prefix
 from refusion_jax.decoding.prompts import Prompt, encode, tokenizer_of
 from refusion_jax.decoding.row import Row
 from refusion_jax.model import Model
@@ -74,6 +75,7 @@ class Job(NamedTuple):
     prompts: list[list[int]]  # equal prompts are one object
     noise: list[int]  # of each prompt: what its noise follows from, beside the seed
     batch_size: int
+    prefix: Prefix | None = None  # the prompts begin with its tokens
 
     @property
     def answers(self) -> int:
@@ -88,6 +90,7 @@ def generate(
     *,
     batch_size: int = 8,
     seeds: Sequence[int | None] | None = None,
+    prefix: Prefix | None = None,
     trace: bool = False,
     refill: bool = True,
     on_progress: Callable[[list[Generation]], None] | None = None,
@@ -105,6 +108,7 @@ def generate(
       config: how to decode; the defaults are exact.
       batch_size: rows that are decoded together.
       seeds: for each prompt a number that takes the place of its index in what its noise follows from, or None.
+      prefix: what ``cache_prefix`` computed; every prompt then stands behind it.
       trace: also record every iteration. Steps are then run one by one.
       refill: False decodes each batch to its end before the next begins.
       on_progress: called with the answers that ended since the last call, as they come.
@@ -116,7 +120,7 @@ def generate(
       ValueError: the model cannot be decoded in this way, or a prompt is empty, too long, holds the mask token or an
         id outside the vocabulary. All prompts are checked before anything is compiled.
     """
-    job = prepare(model, prompts, config, batch_size=batch_size, seeds=seeds)
+    job = prepare(model, prompts, config, batch_size=batch_size, seeds=seeds, prefix=prefix)
     answers: dict[int, Generation] = {}
     for ended in decode(job, trace=trace, refill=refill):
         answers |= ended
@@ -132,6 +136,7 @@ def stream(
     *,
     batch_size: int = 8,
     seeds: Sequence[int | None] | None = None,
+    prefix: Prefix | None = None,
     every: int = 1,
 ) -> Iterator[Update]:
     """Decode prompts in batches, and tell of every answer as it grows.
@@ -148,7 +153,7 @@ def stream(
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every={every!r} must be an integer, at least 1")
-    job = prepare(model, prompts, config, batch_size=batch_size, seeds=seeds)
+    job = prepare(model, prompts, config, batch_size=batch_size, seeds=seeds, prefix=prefix)
     return updates(job, every)
 
 
@@ -159,16 +164,21 @@ def prepare(
     *,
     batch_size: int,
     seeds: Sequence[int | None] | None = None,
+    prefix: Prefix | None = None,
     names: Sequence[str] | None = None,
 ) -> Job:
     """Check everything. Errors (ValueError) call prompts by ``names``, or by their numbers."""
     config = DecodeConfig() if config is None else config
     check_arguments(model, prompts, config, batch_size)
     method = method_of(model.config, config)
+    before: tuple[int, ...] = ()
+    if prefix is not None:
+        prefix.check(model)
+        before = prefix.token_ids
     known: dict[tuple[int, ...], list[int]] = {}
     encoded = []
     for number, prompt in enumerate(prompts):
-        ids = encode(model, prompt, config, f"prompt {number}" if names is None else names[number])
+        ids = encode(model, prompt, config, f"prompt {number}" if names is None else names[number], before)
         encoded.append(known.setdefault(tuple(ids), ids))
     if seeds is not None and len(seeds) != len(encoded):
         raise ValueError(f"there are {len(seeds)} seeds for {len(encoded)} prompts; give one each, or None")
@@ -177,7 +187,7 @@ def prepare(
         if seed is not None:
             check_seed(seed, f"the seed of prompt {number}")
             noise[number] = seed
-    return Job(model, method, config, encoded, noise, operator.index(batch_size))
+    return Job(model, method, config, encoded, noise, operator.index(batch_size), prefix)
 
 
 def check_arguments(model: Any, prompts: Any, config: Any, batch_size: Any) -> None:
@@ -277,6 +287,7 @@ def batch_of(job: Job, wanted: int, trace: bool, refill: bool, usage: Usage) -> 
         capacity=engine.capacity(max(map(len, job.prompts)) + budget),
         rows=rows + -rows % row_shards(),
         usage=usage,
+        prefix=None if job.prefix is None else job.prefix.cache,
         slot_size=job.method.slot_size if trace else None,
         refill=refill,
     )

@@ -17,8 +17,8 @@ Prompt = str | Sequence[int] | np.ndarray | jax.Array | Sequence[Mapping[str, An
 """Plain text, token ids, or chat messages ({"role": ..., "content": ...})."""
 
 
-def encode(model: Model, prompt: Prompt, config: DecodeConfig, name: str) -> list[int]:
-    """Token ids of one prompt, checked. Errors (ValueError) call it by ``name``."""
+def encode(model: Model, prompt: Prompt, config: DecodeConfig, name: str, prefix: tuple[int, ...] = ()) -> list[int]:
+    """Token ids of one prompt, checked, behind those of a ``prefix``. Errors (ValueError) call it by ``name``."""
     if isinstance(prompt, np.ndarray | jax.Array):
         prompt = np.asarray(prompt).tolist()
     if isinstance(prompt, Mapping):
@@ -52,13 +52,14 @@ def encode(model: Model, prompt: Prompt, config: DecodeConfig, name: str) -> lis
             )
     if not ids:
         raise ValueError(f"{name} is empty: a prompt needs at least one token")
+    ids = [*prefix, *(int(token) for token in ids)]
     new = config.max_new_tokens if config.method == "ar" else config.blocks()[1]
     if len(ids) + new > c.max_position_embeddings:
         raise ValueError(
             f"{name} has {len(ids)} tokens, and {new} new ones make {len(ids) + new} positions; the model "
             f"has {c.max_position_embeddings}: shorten the prompt or lower max_new_tokens"
         )
-    return [int(token) for token in ids]
+    return ids
 
 
 def tokenizer_of(model: Model) -> Tokenizer:
