@@ -11,7 +11,7 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, BinaryIO, Literal
 
@@ -24,7 +24,7 @@ from refusion_jax.cli.options import UserError, parse, read_settings
 from refusion_jax.cli.output import STDOUT, check_output, write_output
 from refusion_jax.cli.process import keep_compiled_programs, warnings_in_one_line
 from refusion_jax.cli.prompts import Line, read_prompts
-from refusion_jax.cli.resume import Finished, digest, partial
+from refusion_jax.cli.resume import Finished, Key, digest, partial
 from refusion_jax.config import DecodeConfig
 from refusion_jax.decoding.batch import Usage
 from refusion_jax.decoding.generate import Generation, Job, decode, prepare
@@ -130,6 +130,7 @@ def run(args: Sequence[str]) -> None:
     keep_compiled_programs()
     job = prepare_job(load_model(options), lines, options)
     kept = open_finished(options, lines)
+    outputs = found(job, lines, kept)
     print(
         f"{'bundled model' if options.model is None else options.model}, {len(lines)} prompts from {name}",
         file=sys.stderr,
@@ -137,12 +138,16 @@ def run(args: Sequence[str]) -> None:
     start = time.perf_counter()
     usage = Usage()
     with compiling() as spans, tqdm.tqdm(total=job.answers, unit="answer", leave=False, disable=None) as bar:
-        outputs = decode_lines(job, lines, options, kept, usage, bar.update)
+        bar.update(len(outputs))
+        for number, output in decode_lines(job, lines, options, kept, frozenset(outputs), usage):
+            outputs[number] = output
+            bar.update()
     seconds = time.perf_counter() - start
-    write_output(options.output, [as_bytes(output) for output in outputs])
+    in_order = [outputs[number] for number in range(job.answers)]
+    write_output(options.output, map(as_bytes, in_order))
     if kept is not None:
         kept.close(remove=True)
-    print(summary(outputs, usage, seconds, covered(spans)), file=sys.stderr)
+    print(summary(in_order, usage, seconds, covered(spans)), file=sys.stderr)
 
 
 # ---- Options ----
@@ -269,39 +274,49 @@ def open_finished(options: Options, lines: Sequence[Line]) -> Finished | None:
 # ---- Decoding ----
 
 
+def keys(job: Job, lines: Sequence[Line]) -> list[tuple[Key, str]]:
+    """Of every answer what it is found by, and the digest of what it depends on."""
+    noisy = job.config.temperature > 0 or job.config.planner == "random"
+    digests = [digest(prompt, noise if noisy else 0) for prompt, noise in zip(job.prompts, job.noise, strict=True)]
+    samples = range(job.config.num_samples)
+    return [((line.id, sample), digest) for line, digest in zip(lines, digests, strict=True) for sample in samples]
+
+
+def found(job: Job, lines: Sequence[Line], kept: Finished | None) -> dict[int, dict[str, Any]]:
+    """The output lines that are there already, by the number of the answer. Raises UserError."""
+    if kept is None:
+        return {}
+    there = {number: kept.get(*key) for number, key in enumerate(keys(job, lines))}
+    return {number: output for number, output in there.items() if output is not None}
+
+
 def decode_lines(
     job: Job,
     lines: Sequence[Line],
     options: Options,
     kept: Finished | None,
+    skip: frozenset[int],
     usage: Usage,
-    on_progress: Callable[[int], object],
-) -> list[dict[str, Any]]:
-    """The output lines. Raises UserError if there is not enough memory, or the weights give no numbers."""
-    outputs: dict[int, dict[str, Any]] = {}
-    samples = job.config.num_samples
-    keys = [(line.id, sample) for line in lines for sample in range(samples)]
-    noisy = job.config.temperature > 0 or job.config.planner == "random"
-    digests = [digest(prompt, noise if noisy else 0) for prompt, noise in zip(job.prompts, job.noise, strict=True)]
-    if kept is not None:
-        for number, key in enumerate(keys):
-            if (output := kept.get(key, digests[number // samples])) is not None:
-                outputs[number] = output
-    on_progress(len(outputs))
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The output lines as they end, each with its number, but for those to ``skip``; they are ``kept``.
+
+    Raises UserError if there is not enough memory, or the weights give no numbers.
+    """
+    names = keys(job, lines)
     try:
-        for ended in decode(job, skip=frozenset(outputs), trace=options.trace, usage=usage):
+        for ended in decode(job, skip=skip, trace=options.trace, usage=usage):
             for number, answer in ended.items():
-                outputs[number] = output_line(*keys[number], answer, options)
+                key, digest = names[number]
+                output = output_line(*key, answer, options)
                 if kept is not None:
-                    kept.add(keys[number], digests[number // samples], outputs[number])
-            on_progress(len(ended))
+                    kept.add(key, digest, output)
+                yield number, output
     except ValueError as error:
         raise UserError(str(error)) from error
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise UserError(f"out of memory; lower --batch-size={options.batch_size} or --max-new-tokens") from error
-    return [outputs[number] for number in range(job.answers)]
 
 
 @contextlib.contextmanager
