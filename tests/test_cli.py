@@ -411,7 +411,7 @@ def test_help_names_every_option_and_setting(
         (["--slot-size", "5"], "slot_size=5 does not divide block_size=32; try block_size 30 or 35"),
         (["--serial-num-blocks", "2"], "serial_num_blocks=2 belongs to compat='official'"),
         (["--compat", "official", "--method", "ar"], "compat='official' is a way of method='refusion'"),
-        (["--preset", "gsm9k"], "there is no preset 'gsm9k': give one of mmlu_pro, arc_c, gsm8k"),
+        (["--preset", "gsm9k"], "there is no preset 'gsm9k': give one of latency, balanced, quality, mmlu_pro"),
         (["--preset", "/nowhere/mine.py"], "--preset /nowhere/mine.py gives no settings: FileNotFoundError"),
     ],
 )
@@ -484,11 +484,22 @@ def test_presets_are_the_paper_s() -> None:
         "humaneval": (32, 4, 0.9, 0.4),
         "mbpp": (32, 4, 0.9, 0.3),
     }
+    paper = {name: preset for name, preset in PRESETS.items() if preset.verify == "threshold"}
+    assert set(PRESETS) - set(paper) == {"latency", "balanced", "quality"}
     assert {
         name: (preset.slot_size, 512 // preset.block_size, preset.slot_threshold, preset.token_threshold)
-        for name, preset in PRESETS.items()
+        for name, preset in paper.items()
     } == expected
-    assert {(preset.verify, preset.max_new_tokens) for preset in PRESETS.values()} == {("threshold", 512)}
+    assert {preset.max_new_tokens for preset in paper.values()} == {512}
+
+
+def test_the_preset_of_quality_writes_the_tokens_of_left_to_right(call: Call) -> None:
+    """With one slot in a block there is one order to write in."""
+    args = ["--max-new-tokens", "40", "--batch-size", "4"]
+    lines = call("--preset", "quality", *args).lines
+    assert [line["token_ids"] for line in lines] == [
+        line["token_ids"] for line in call("--method", "ar", "--slot-size", "16", *args).lines
+    ]
 
 
 def test_options_win_over_the_preset(call: Call, no_decoding: list[Any]) -> None:
