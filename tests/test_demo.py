@@ -108,7 +108,7 @@ def test_rates_of_the_table_are_totals_over_totals() -> None:
 
 
 def answer(text: str, finish_reason: str = "stop", commit_order: tuple[int, ...] = ()) -> Generation:
-    return Generation(text, [], finish_reason, stats(5, 3, 9, 9), commit_order=list(commit_order))
+    return Generation(text, [], [], finish_reason, stats(5, 3, 9, 9), commit_order=list(commit_order))
 
 
 def test_an_answer_is_wrong_when_it_did_not_end() -> None:
