@@ -223,7 +223,7 @@ class Batch:
         else:
             self.trace(active, self.slot_size)
         state = self.state
-        finished_at, forwards, self.step, computed, finite = jax.device_get(
+        finished_at, forwards, now_at, computed, finite = jax.device_get(
             (state.rows.finished_at, state.rows.forwards, state.step, state.computed, state.finite)
         )
         if not finite:
@@ -233,12 +233,13 @@ class Batch:
         if any(taken[row] >= engine.most_steps(self.budget) for row in active if not self.done[row]):
             raise RuntimeError(f"decoding did not end within {taken.max()} forward passes; please report this as a bug")
         now = time.perf_counter()
-        self.usage.steps += int(self.step) - step
-        self.usage.places += (int(self.step) - step) * self.rows
+        self.step = int(now_at)
+        self.usage.steps += self.step - step
+        self.usage.places += (self.step - step) * self.rows
         self.usage.computed += (int(computed) - self.computed) * row_shards()
         self.computed = int(computed)
         # Inside one call, steps are taken to be equally long.
-        part = (finished_at - step) / max(int(self.step) - step, 1)
+        part = (finished_at - step) / max(self.step - step, 1)
         self.ended_at = np.where(self.done & (finished_at > step), before + (now - before) * part, now)
 
     def trace(self, active: list[int], slot_size: int) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 import jax
 from tensorboardX import SummaryWriter  # type: ignore[import-untyped]
 
+from refusion_jax.chips import CHIPS
 from refusion_jax.config import ModelConfig
+from refusion_jax.evaluation.roofline import matrix_parameters
 from refusion_jax.training.identity import write_whole
 
 
@@ -76,32 +78,10 @@ def _cut(path: Path, step: int) -> None:
         write_whole(path, "".join(kept))
 
 
-# Operations a second of a device, dense, bfloat16, as its vendor publishes them; names as in jax.Device.device_kind.
-# TPU: the pages of v4, v5e, v5p, v6e in https://cloud.google.com/tpu/docs. NVIDIA: data sheets; what is halved here
-# is given there with sparsity, which doubles it.
-_PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,  # v5e
-    "TPU v5": 459e12,  # v5p
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,  # v6e
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA L4": 242e12 / 2,
-    "NVIDIA H100 80GB HBM3": 1979e12 / 2,
-    "NVIDIA H100 PCIe": 1513e12 / 2,
-    "NVIDIA H100 NVL": 1671e12 / 2,
-    "NVIDIA H200": 1979e12 / 2,
-    "NVIDIA H200 NVL": 1671e12 / 2,
-    "NVIDIA B200": 4500e12 / 2,
-}
-
-
 def peak_flops(device_kind: str) -> float | None:
     """Dense bfloat16 operations a second of a device (``jax.Device.device_kind``); None where it is not known here."""
-    return _PEAK_FLOPS.get(device_kind)
+    chip = CHIPS.get(device_kind)
+    return None if chip is None else chip.bfloat16
 
 
 def flops_per_token(config: ModelConfig, length: float) -> float:
@@ -116,10 +96,7 @@ def flops_per_token(config: ModelConfig, length: float) -> float:
       length: T; of several packed in a row, their own, on average.
     """
     c = config
-    attention = 2 * c.hidden_size * (c.num_heads + c.num_kv_heads) * c.head_dim
-    feed_forward = 3 * c.hidden_size * c.intermediate_size
-    parameters = c.num_layers * (attention + feed_forward) + c.hidden_size * c.vocab_size
-    return 6 * parameters + 6 * c.num_layers * c.num_heads * c.head_dim * length
+    return 6 * matrix_parameters(c) + 6 * c.num_layers * c.num_heads * c.head_dim * length
 
 
 def throughput(config: ModelConfig, tokens: int, seconds: float, length: float) -> dict[str, float]:
