@@ -122,8 +122,12 @@ def test_noise_follows_from_the_place_among_the_prompts_or_from_a_prompts_own_se
     assert tokens(other) != tokens(first)
     with pytest.raises(ValueError, match="there are 2 seeds for 3 prompts"):
         rf.generate(model, mixed[:3], SAMPLED, seeds=[1, 2])
-    with pytest.raises(ValueError, match="the seed of prompt 1=-1 must be an integer in 0"):
+    with pytest.raises(ValueError, match=r"seeds\[1\]=-1 must be an integer in 0"):
         rf.generate(model, mixed[:3], SAMPLED, seeds=[1, -1, None])
+    with pytest.raises(ValueError, match="seeds=3 must be a list"):
+        rf.generate(model, mixed[:3], SAMPLED, seeds=3)  # type: ignore[arg-type]
+    numbers = rf.generate(model, mixed[10:12], SAMPLED, seeds=np.arange(2))  # type: ignore[arg-type]
+    assert tokens(numbers) == tokens(first[:2])
 
 
 def test_prompts_behind_a_prefix_are_answered_as_whole_ones(

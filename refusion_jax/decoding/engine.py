@@ -2,7 +2,7 @@
 
 A *method* (exact.py, threshold.py, autoregressive.py) is a small pytree with three functions written for one row:
 
-* ``init(tokens, prompt_length, budget) -> Row``
+* ``init(tokens, prompt_length, budget, noise) -> Row``
 * ``window(row) -> Window``: what the row feeds next, in a fixed layout of which some entries are live;
 * ``update(row, window, scores) -> (Row, stored, Report)``: what follows from the scores, and which entries' keys and
   values are kept.

@@ -180,13 +180,17 @@ def prepare(
     for number, prompt in enumerate(prompts):
         ids = encode(model, prompt, config, f"prompt {number}" if names is None else names[number], before)
         encoded.append(known.setdefault(tuple(ids), ids))
-    if seeds is not None and len(seeds) != len(encoded):
-        raise ValueError(f"there are {len(seeds)} seeds for {len(encoded)} prompts; give one each, or None")
     noise = list(range(len(encoded)))
-    for number, seed in enumerate(seeds or ()):
-        if seed is not None:
-            check_seed(seed, f"the seed of prompt {number}")
-            noise[number] = seed
+    if seeds is not None:
+        if not isinstance(seeds, Iterable):
+            raise ValueError(f"seeds={seeds!r} must be a list with an integer or None for each prompt")
+        seeds = list(seeds)
+        if len(seeds) != len(encoded):
+            raise ValueError(f"there are {len(seeds)} seeds for {len(encoded)} prompts; give one each, or None")
+        for number, seed in enumerate(seeds):
+            if seed is not None:
+                check_seed(seed, f"seeds[{number}]")
+                noise[number] = int(seed)
     return Job(model, method, config, encoded, noise, operator.index(batch_size), prefix)
 
 

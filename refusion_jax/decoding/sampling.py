@@ -35,7 +35,7 @@ def sampling_of(config: DecodeConfig) -> Sampling | None:
         return None
     return Sampling(
         temperature=jnp.asarray(config.temperature, jnp.float32),
-        top_k=jnp.asarray(config.top_k, jnp.int32) if config.top_k else None,
+        top_k=jnp.asarray(min(config.top_k, 2**31 - 1), jnp.int32) if config.top_k else None,
         top_p=jnp.asarray(config.top_p, jnp.float32) if config.top_p < 1 else None,
         untempered=config.untempered_logprobs,
     )
