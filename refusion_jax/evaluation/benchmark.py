@@ -736,7 +736,7 @@ def report(
             "kind": device.device_kind,
             "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
         },
-        "compiled_programs_kept_on_disk": bool(jax.config.jax_compilation_cache_dir),  # type: ignore[attr-defined]
+        "compiled_programs_kept_on_disk": bool(jax.config.jax_compilation_cache_dir),  # type: ignore[attr-defined,unused-ignore]
         "model": {
             "source": options.model or "bundled",
             "shape": options.shape,
