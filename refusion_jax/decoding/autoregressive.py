@@ -31,9 +31,9 @@ class Autoregressive(flax.struct.PyTreeNode):
     mask: int | None = flax.struct.field(pytree_node=False)  # None: read every token from the one before it
     eos: tuple[int, ...] = flax.struct.field(pytree_node=False)
     sampling: Sampling | None = None
-    planner: str = flax.struct.field(pytree_node=False, default="confidence")  # nothing is planned
 
     candidates: ClassVar[int] = 1
+    planner: ClassVar[str] = "confidence"  # nothing is planned
 
     @property
     def restricted(self) -> bool:

@@ -101,11 +101,7 @@ class Batch:
         self.ended_at = np.zeros(rows)
         self.events: list[list[dict[str, Any]]] = [[] for _ in range(rows)]
         self.step = self.computed = 0
-
-    @property
-    def arrivals(self) -> int:
-        """R, prompts of a shard that are admitted together, in one program."""
-        return min(max(self.rows // row_shards() // 8, 1), 8)
+        self.arrivals = engine.arrivals(rows // row_shards())  # R, prompts of a shard that are admitted together
 
     def active(self) -> list[int]:
         """The rows that are being written."""
@@ -195,6 +191,7 @@ class Batch:
         return engine.Arrivals(tokens, lengths, budgets, noise, places), where  # type: ignore[arg-type]
 
     def seat(self, rows: list[tuple[int, Request]]) -> None:
+        """Note who has which place, from now on."""
         now = time.perf_counter()
         for row, request in rows:
             self.requests[row], self.cached[row] = request, request.prompt

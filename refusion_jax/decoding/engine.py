@@ -1,15 +1,16 @@
 """The engine: one forward pass for all rows, whatever each of them is doing, in one jitted ``lax.while_loop``.
 
-A *method* (exact.py, threshold.py, autoregressive.py) is a small pytree with three functions written for one row:
+A *method* (exact.py, threshold.py, autoregressive.py, masked_diffusion.py) is a small pytree with three functions
+written for one row:
 
 * ``init(tokens, prompt_length, budget, noise) -> Row``
 * ``window(row) -> Window``: what the row feeds next, in a fixed layout of which some entries are live;
 * ``update(row, window, scores) -> (Row, stored, Report)``: what follows from the scores, and which entries' keys and
   values are kept.
 
-The engine vmaps them over rows, moves the live entries of every row to the front, runs the transformer at the
-narrowest width that holds the longest of them, and commits what is stored. The cache and the rows are donated; the
-loop never copies them.
+The engine vmaps them over rows, moves the live entries of every row to the front, packs those of all rows behind each
+other (model/packing.py), runs the transformer at the smallest size that holds them, and commits what is stored. The
+cache and the rows are donated; the loop never copies them.
 """
 
 from __future__ import annotations
@@ -121,6 +122,11 @@ def prefill_width(longest: int) -> int:
 
 
 # ---- Rows come and go ----
+
+
+def arrivals(rows: int) -> int:
+    """R, how many prompts take places of ``rows`` of a shard together, in one program."""
+    return min(max(rows // 8, 1), 8)
 
 
 class Arrivals(NamedTuple):

@@ -555,7 +555,7 @@ def prompt_seconds(entry: Entry, peaks: Peaks) -> float:
     """Seconds that prompts take, for every forward pass behind them."""
     job, usage = entry.job, entry.usage
     width = engine.prefill_width(max(map(len, job.prompts)))
-    together = min(max(entry.rows // 8, 1), 8)  # Batch.arrivals
+    together = engine.arrivals(entry.rows)
     seconds = 0.0
     for prompt in job.prompts:
         for chunk in range(-(-len(prompt) // width)):
