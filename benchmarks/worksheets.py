@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import tqdm
@@ -29,18 +29,35 @@ from refusion_jax.cli.options import UserError, parse
 from refusion_jax.cli.output import check_output
 from refusion_jax.cli.process import keep_compiled_programs
 from refusion_jax.data import worksheet
+from refusion_jax.presets import PRESETS
 from refusion_jax.training.identity import write_whole
 
 ROWS = 20
 """Worksheets that are decoded together."""
+
+
+def _presets(verify: Literal["exact", "threshold"]) -> dict[str, rf.DecodeConfig]:
+    budget = demo.EXACT.max_new_tokens
+    return {
+        f"{verify}, {name}": dataclasses.replace(preset, verify=verify, max_new_tokens=budget)
+        for name, preset in PRESETS.items()
+    }
+
+
 WAYS = {
-    "exact, slot 16, block 32": demo.EXACT,
-    "exact, slot 32, block 32": dataclasses.replace(demo.EXACT, slot_size=32),
-    "exact, slot 8, block 32": dataclasses.replace(demo.EXACT, slot_size=8),
-    "exact, slot 8, block 8": dataclasses.replace(demo.EXACT, slot_size=8, block_size=8),
-    "threshold, slot 16, block 32": dataclasses.replace(demo.EXACT, verify="threshold"),
     "left to right": dataclasses.replace(demo.EXACT, method="ar"),
+    **_presets("exact"),
+    **_presets("threshold"),
+    **{
+        f"exact, balanced, planner {planner}": dataclasses.replace(demo.EXACT, planner=planner)
+        for planner in ("mean", "entropy", "random", "left_to_right")
+    },
+    **{
+        f"threshold, balanced, kv_reuse {reuse}": dataclasses.replace(demo.EXACT, verify="threshold", kv_reuse=reuse)
+        for reuse in ("recompute", "none")
+    },
 }
+"""Left to right, every preset with both ways of verifying, and the switches for ablations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +84,20 @@ def of_the_test_split(seed: int, count: int) -> list[dict[str, str]]:
 
 
 def decode(model: rf.Model, sheets: Sequence[Mapping[str, str]], config: rf.DecodeConfig) -> dict[str, Any]:
-    """How many answers are right in every token, and the tokens of a forward pass."""
+    """How many answers are right in every token, and what they cost."""
     prompts = [[{"role": "user", "content": sheet["query"]}] for sheet in sheets]
     with tqdm.tqdm(total=len(prompts), unit="worksheet", disable=None, dynamic_ncols=True) as bar:
         answers = rf.generate(model, prompts, config, batch_size=ROWS, on_progress=lambda batch: bar.update(len(batch)))
     right = [demo.is_right(sheet["query"], answer) for sheet, answer in zip(sheets, answers, strict=True)]
-    tokens, forwards = (sum(getattr(answer.stats, name) for answer in answers) for name in ("tokens", "forwards"))
-    return {"right": sum(right) / len(right), "tokens_per_forward": tokens / forwards, "tokens": tokens,
-            "forwards": forwards}  # fmt: skip
+    total = {
+        name: sum(getattr(answer.stats, name) for answer in answers) for name in ("tokens", "forwards", "positions")
+    }
+    return {
+        "right": sum(right) / len(right),
+        "tokens_per_forward": total["tokens"] / total["forwards"],
+        "positions_per_token": total["positions"] / total["tokens"],
+        **total,
+    }
 
 
 def share(right: float, count: int) -> str:
@@ -99,10 +122,14 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    table = Table(f"{options.worksheets} test worksheets, seed {options.seed}", "right", "tokens per forward")
+    title = f"{options.worksheets} test worksheets, seed {options.seed}"
+    table = Table("", "slot", "block", "right", "tokens per forward", "positions per token", title=title)
     for way, figures in decoded.items():
-        table.add_row(way, share(figures["right"], options.worksheets), f"{figures['tokens_per_forward']:.2f}")
-    Console(width=100).print(table)
+        config = WAYS[way]
+        sizes = ("", "") if config.method == "ar" else (str(config.slot_size), str(config.block_size))
+        costs = (f"{figures[name]:.2f}" for name in ("tokens_per_forward", "positions_per_token"))
+        table.add_row(way, *sizes, share(figures["right"], options.worksheets), *costs)
+    Console(width=120).print(table)
     if options.output is not None:
         weights = directory / "model.safetensors"
         report = {

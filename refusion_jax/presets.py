@@ -22,7 +22,7 @@ def _paper(slot_threshold: float, token_threshold: float, slot_size: int, block_
 
 
 PRESETS = {
-    "latency": DecodeConfig(slot_size=16, block_size=96),  # fewest forward passes
+    "latency": DecodeConfig(slot_size=32, block_size=64),  # fewest forward passes
     "balanced": DecodeConfig(slot_size=16, block_size=32),  # fewer computed positions
     "quality": DecodeConfig(slot_size=16, block_size=16),  # one slot at a time: the tokens of left to right
     # name         tau_slot, tau_token, k, b

@@ -16,6 +16,7 @@ from rich.text import Text
 from benchmarks import worksheets
 from refusion_jax import Generation, Stats, demo
 from refusion_jax.data import worksheet
+from refusion_jax.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = {1: "sun", 2: "moon", 3: "cat", 4: "dog", 5: "fish", 9: "<end>"}
@@ -152,9 +153,10 @@ def test_the_bundled_model_is_as_often_right_on_other_worksheets(tmp_path: Path)
     file = tmp_path / "figures.json"
     assert worksheets.main(["--worksheets", "200", "--seed", "3", "--output", str(file)]) == 0
     decoded = json.loads(file.read_text())["decoded"]
-    for way in ("exact, slot 16, block 32", "left to right"):
-        assert decoded[way]["right"] >= 0.97
-    assert decoded["exact, slot 16, block 32"]["tokens_per_forward"] > 5
+    for preset in PRESETS:
+        assert decoded[f"exact, {preset}"]["right"] >= 0.97
+    assert decoded["left to right"]["right"] >= 0.97
+    assert decoded["exact, balanced"]["tokens_per_forward"] > 5
     assert decoded["left to right"]["tokens_per_forward"] == 1
 
 

@@ -308,6 +308,14 @@ def test_no_forward_follows_an_eos(name: str, forwards: int) -> None:
     assert out.forwards == forwards
 
 
+def test_exact_decoding_computes_nothing_behind_a_drafted_eos() -> None:
+    """Neither the drafts behind it nor a plan: the text most likely ends there."""
+    answer = [A, B, C, D, E, EOS]
+    out = run(methods(4, 8)["exact"], answer, 24)
+    assert out.token_ids == answer
+    assert out.live == [8, 6 + 1]  # a plan; the drafts and the second slot's probe
+
+
 @pytest.mark.parametrize("name", ["exact", "threshold", "official", "ar, mask", "ar, token"])
 @pytest.mark.parametrize("answer", [[EOS], [A, EOS]])
 def test_the_first_token_of_a_short_answer_is_kept(name: str, answer: list[int]) -> None:

@@ -9,10 +9,10 @@ One forward verifies and plans. Its window, behind the cached text:
 
 =============  =====  ===========================================================================================
 pending        1      the last committed token while its keys and values are not cached
-drafts         b      drafted tokens of the chosen slots, in position order
+drafts         b      drafted tokens of the chosen slots, in position order, up to the first EOS
 probes         J      a mask at the first position of each drafted slot, behind the drafts of the slots before it
 alternatives   A      other candidates for the first draft, behind the pending token
-next plan      b      masks of the open slots; when none is left, those of the next serial block
+next plan      b      masks of the open slots; when none is left, those of the next serial block; none behind an EOS
 =============  =====  ===========================================================================================
 
 A draft is right when it equals its target: the probe's token for the first of a slot, the token after the one before
@@ -136,7 +136,8 @@ class Exact(flax.struct.PyTreeNode):
 
         logprob = jnp.where(todo & ~proven, view(row.logprob, block), 0.0)
         all_right_before = jnp.cumsum(logprob) - logprob
-        live = todo & (first | (all_right_before >= jnp.log(REACH)))
+        ends = todo & is_eos(view(row.tokens, block), self.eos)
+        live = todo & (first | (all_right_before >= jnp.log(REACH))) & (jnp.cumsum(ends) - ends == 0)
         drafts = on_trunk(view(row.tokens, block), block, live, has_pending.astype(jnp.int32))
 
         probed = (live & ~proven)[heads]
@@ -153,7 +154,7 @@ class Exact(flax.struct.PyTreeNode):
         )
 
         base, plannable = self.next_plan(row)
-        all_right = jnp.all(live == todo) & (jnp.sum(logprob) > jnp.log(PLAN_AHEAD))
+        all_right = jnp.all(live == todo) & ~jnp.any(ends) & (jnp.sum(logprob) > jnp.log(PLAN_AHEAD))
         masks = on_branches(
             jnp.full(b, self.mask),
             base + jnp.arange(b),
