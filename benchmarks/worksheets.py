@@ -25,9 +25,9 @@ from rich.table import Table
 
 import refusion_jax as rf
 from refusion_jax import demo
-from refusion_jax.cli.options import UserError, parse
+from refusion_jax.cli.options import parse
 from refusion_jax.cli.output import check_output
-from refusion_jax.cli.process import keep_compiled_programs
+from refusion_jax.cli.process import exit_code, keep_compiled_programs
 from refusion_jax.data import worksheet
 from refusion_jax.presets import PRESETS
 from refusion_jax.training.identity import write_whole
@@ -105,23 +105,16 @@ def share(right: float, count: int) -> str:
     return f"{100 * right:.1f} ± {100 * math.sqrt(right * (1 - right) / count):.1f} %"
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Do what ``args`` (of the process, if None) ask for. Returns the exit code."""
-    try:
-        options = parse(Options, sys.argv[1:] if args is None else args, Options())
-        if options.output is not None:
-            check_output(options.output, io.BytesIO())
-        keep_compiled_programs()
-        directory = demo.ASSETS / "model" if options.model is None else Path(options.model)
-        model = rf.load(directory)
-        sheets = of_the_test_split(options.seed, options.worksheets)
-        decoded = {way: decode(model, sheets, config) for way, config in WAYS.items()}
-    except (UserError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+def run(args: Sequence[str]) -> None:
+    """Decode, print, and write what was asked for. Raises UserError, ValueError and OSError."""
+    options = parse(Options, args, Options())
+    if options.output is not None:
+        check_output(options.output, io.BytesIO())
+    keep_compiled_programs()
+    directory = demo.ASSETS / "model" if options.model is None else Path(options.model)
+    model = rf.load(directory)
+    sheets = of_the_test_split(options.seed, options.worksheets)
+    decoded = {way: decode(model, sheets, config) for way, config in WAYS.items()}
     title = f"{options.worksheets} test worksheets, seed {options.seed}"
     table = Table("", "slot", "block", "right", "tokens per forward", "positions per token", title=title)
     for way, figures in decoded.items():
@@ -133,7 +126,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if options.output is not None:
         weights = directory / "model.safetensors"
         report = {
-            "command": " ".join(["python -m benchmarks.worksheets", *(sys.argv[1:] if args is None else args)]),
+            "command": " ".join(["python -m benchmarks.worksheets", *args]),
             "date": time.strftime("%Y-%m-%d"),
             "jax": jax.__version__,
             "sha256": hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else None,
@@ -142,7 +135,11 @@ def main(args: Sequence[str] | None = None) -> int:
             "decoded": decoded,
         }
         write_whole(Path(options.output), json.dumps(report, indent=1) + "\n")
-    return 0
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Do what ``args`` (of the process, if None) ask for. Returns the exit code."""
+    return exit_code(run, args)
 
 
 if __name__ == "__main__":

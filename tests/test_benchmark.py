@@ -20,9 +20,12 @@ from refusion_jax import Stats, demo
 from refusion_jax.chips import CHIPS
 from refusion_jax.cli.options import UserError, parse
 from refusion_jax.config import ModelConfig
-from refusion_jax.evaluation import benchmark, roofline
-from refusion_jax.evaluation.benchmark import Entry, Options, Parts, Pass, Prompts, difference, main
+from refusion_jax.decoding.generate import prepare
+from refusion_jax.evaluation import benchmark, compare, measure, roofline
+from refusion_jax.evaluation.benchmark import Options, main
+from refusion_jax.evaluation.compare import difference
 from refusion_jax.evaluation.inflate import parameters
+from refusion_jax.evaluation.measure import Entry, Parts, Pass, Prompts
 from refusion_jax.evaluation.roofline import (
     Calibration,
     Decoding,
@@ -209,7 +212,7 @@ QWEN3 = [31.42, 42.78, 31.20, 30.11, 30.95, 30.43, 30.07]
 
 def test_the_papers_speed_up_in_every_convention() -> None:
     """The paper's 2.33 is the mean of ratios; the same figures give 2.24 and 2.12 in other conventions."""
-    found = benchmark.ratio("", entry("exact-8-8", REFUSION), entry("ar", QWEN3), prompts_of(7))
+    found = compare.ratio("", entry("exact-8-8", REFUSION), entry("ar", QWEN3), prompts_of(7))
     assert found.mean_of_ratios == pytest.approx(2.33, abs=5e-3)
     assert found.ratio_of_means == pytest.approx(2.24, abs=5e-3)
     assert found.geometric_mean_of_ratios == pytest.approx(2.12, abs=5e-3)
@@ -222,10 +225,10 @@ def test_the_fastest_settings_that_are_right_as_often_as_both_can_be() -> None:
     exact = [entry("exact-8-8", [9.0] * 4, right=2), entry("exact-16-16", [5.0] * 4, right=4)]
     threshold = [entry("threshold-8-8-0.4", [8.0] * 4, right=1), entry("threshold-8-8-0.9", [4.0] * 4, right=3)]
     for ones, others in ((exact, threshold), (threshold, exact)):  # threshold reaches 3, exact-8-8 does not
-        pair = benchmark.fastest_at_equal_right(ones, others, prompts_of(4))
+        pair = compare.fastest_at_equal_right(ones, others, prompts_of(4))
         assert {one.method for one in pair} == {"exact-16-16", "threshold-8-8-0.9"}
     unknown = Prompts("", ["prompt"] * 4, None)
-    pair = benchmark.fastest_at_equal_right(exact, threshold, unknown)
+    pair = compare.fastest_at_equal_right(exact, threshold, unknown)
     assert [one.method for one in pair] == ["exact-8-8", "threshold-8-8-0.4"]
 
 
@@ -234,9 +237,9 @@ def test_plain_masked_diffusion_is_compared_by_that_name() -> None:
     entries = [
         entry("exact-8-8", [9.0]), entry("ar", [3.0]), entry("mdm-1", [1.0]), entry("mdm-above-0.9", [6.0])
     ]  # fmt: skip
-    found = {line.title: line.ratio_of_totals for line in benchmark.headlines(entries, Prompts("", ["prompt"], None))}
+    found = {line.title: line.ratio_of_totals for line in compare.headlines(entries, Prompts("", ["prompt"], None))}
     assert found == pytest.approx({"exact / ar": 3, "exact / mdm": 1.5, "exact / plain mdm, one token a step": 9})
-    [alone] = benchmark.headlines([entries[0], entries[2]], Prompts("", ["prompt"], None))
+    [alone] = compare.headlines([entries[0], entries[2]], Prompts("", ["prompt"], None))
     assert alone.title == "exact / plain mdm, one token a step"
 
 
@@ -324,13 +327,13 @@ def test_a_run_of_every_method_and_the_answers_of_another(tmp_path: Path, capsys
         "exact / ar", "exact / threshold", "exact / mdm", "exact / plain mdm, one token a step"
     ]  # fmt: skip
 
-    compare = ["--methods", "ar", "--compare", str(tmp_path / "one" / "answers.json")]
-    assert main([*common, *compare, "--output", str(tmp_path / "two")]) == 0
+    against = ["--methods", "ar", "--compare", str(tmp_path / "one" / "answers.json")]
+    assert main([*common, *against, "--output", str(tmp_path / "two")]) == 0
     compared = json.loads((tmp_path / "two" / "benchmark.json").read_text())["compared"]
     assert [(row["batch"], row["equal"] + row["near-tie"]) for row in compared] == [(1, 4), (4, 4)]
     assert "against the other run, ar, batch 1: 4 answers are equal" in capsys.readouterr().out
 
-    assert main([*common, *compare, "--prompts", "worksheets:1:4"]) == 2
+    assert main([*common, *against, "--prompts", "worksheets:1:4"]) == 2
     assert "holds answers to other prompts" in capsys.readouterr().err
 
 
@@ -350,9 +353,9 @@ def test_prompts_of_a_file_have_no_right_answers(tmp_path: Path, capsys: pytest.
 def test_the_parts_of_a_pass_are_all_of_it() -> None:
     model = load(demo.ASSETS / "model")
     prompts = benchmark.read("worksheets:0:3")
-    job = benchmark.prepare(model, prompts.prompts, demo.EXACT, batch_size=1)
-    benchmark.decode_once(job)
-    parts = benchmark.take_apart(job)
+    job = prepare(model, prompts.prompts, demo.EXACT, batch_size=1)
+    measure.decode_once(job)
+    parts = measure.take_apart(job)
     assert sum(parts) == pytest.approx(1)
     assert min(parts) > 0
     assert parts._fields == Parts._fields
@@ -387,7 +390,7 @@ def test_what_is_wrong_is_said_in_one_sentence(
 ) -> None:
     monkeypatch.setattr(benchmark, "Calibration", lambda *args: None)
     monkeypatch.setattr(benchmark, "overhead", lambda *args: 0.0)
-    monkeypatch.setattr(benchmark, "decode_once", lambda *args: pytest.fail("it decodes before it has checked"))
+    monkeypatch.setattr(measure, "decode_once", lambda *args: pytest.fail("it decodes before it has checked"))
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -398,7 +401,7 @@ def test_what_is_wrong_is_said_in_one_sentence(
 def test_a_file_that_is_no_answers_is_refused(tmp_path: Path) -> None:
     (tmp_path / "answers.json").write_text("[]")
     with pytest.raises(UserError, match=r"answers\.json is no answers\.json that this command wrote"):
-        benchmark.compared([], prompts_of(1), str(tmp_path / "answers.json"))
+        compare.compared([], prompts_of(1), str(tmp_path / "answers.json"))
 
 
 def test_without_matplotlib_a_figure_is_refused_before_anything_is_decoded(

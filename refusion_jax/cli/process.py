@@ -1,4 +1,4 @@
-"""What the commands set up for their process: warnings in one line, compiled programs kept on disk."""
+"""What commands share: compiled programs kept on disk, warnings in one line, errors as exit codes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +49,16 @@ def warnings_in_one_line() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show  # type: ignore[assignment]
         yield
+
+
+def exit_code(run: Callable[[Sequence[str]], None], args: Sequence[str] | None) -> int:
+    """Run with ``args`` (of the process, if None). 0; 2 if something is wrong, which is said; 130 if interrupted."""
+    try:
+        run(sys.argv[1:] if args is None else args)
+    except (UserError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0

@@ -48,6 +48,7 @@ from tyro.conf import arg
 
 from refusion_jax.cli.decode import ASSETS
 from refusion_jax.cli.options import UserError, parse
+from refusion_jax.cli.process import exit_code
 from refusion_jax.config import ModelConfig
 from refusion_jax.model import Model
 from refusion_jax.model.hf import check_divides, export_hf, load
@@ -244,23 +245,20 @@ def shape_of(name: str | None) -> ModelConfig:
     return SHAPES[name]
 
 
+def run(args: Sequence[str]) -> None:
+    """Write the checkpoint. Raises UserError, ValueError and OSError."""
+    options = parse(Options, args, Options())
+    shape = shape_of(options.shape)
+    if options.output is None:
+        raise UserError("--output is missing: give the directory to be made")
+    model = load(ASSETS / "model" if options.model is None else options.model, dtype="float32")
+    export_hf(inflate(model, shape, dtype=options.dtype), options.output)
+    print(f"{options.output}: {options.shape}, {parameters(shape):,} parameters in {options.dtype}")
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Do what ``args`` (of the process, if None) ask for. Returns the exit code."""
-    try:
-        options = parse(Options, sys.argv[1:] if args is None else args, Options())
-        shape = shape_of(options.shape)
-        if options.output is None:
-            raise UserError("--output is missing: give the directory to be made")
-        model = load(ASSETS / "model" if options.model is None else options.model, dtype="float32")
-        export_hf(inflate(model, shape, dtype=options.dtype), options.output)
-    except (UserError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    print(f"{options.output}: {options.shape}, {parameters(shape):,} parameters in {options.dtype}")
-    return 0
+    return exit_code(run, args)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ key(seed) -> request -> sample -> position -> token, every arrow one `fold_in`; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.twins import exact
 from tests.twins.context import Choice, greedy
 from tests.twins.exact import Planner
 
@@ -150,7 +151,7 @@ def sampled(seed: int, request: int, sample: int, temperature: float, top_k: int
     return Sampled(seed, request, sample, temperature, top_k, top_p)
 
 
-# --- a planner ----------------------------------------------------------------------------------------------
+# --- planners -----------------------------------------------------------------------------------------------
 
 
 def random(seed: int, request: int, sample: int) -> Planner:
@@ -162,3 +163,13 @@ def random(seed: int, request: int, sample: int) -> Planner:
         return float(uniform(np.asarray(bits)))
 
     return certainty
+
+
+PLANNERS: dict[str, Callable[[int, int, int], Planner]] = {
+    "confidence": lambda *request: exact.confidence,
+    "mean": lambda *request: exact.mean,
+    "entropy": lambda *request: exact.entropy,
+    "random": random,
+    "left_to_right": lambda *request: exact.left_to_right,
+}
+"""By the library's name; of a seed, a request and a sample."""
