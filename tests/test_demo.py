@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
-from benchmarks import worksheets
+from benchmarks import batches, worksheets
 from refusion_jax import Generation, Stats, demo
 from refusion_jax.data import worksheet
 from refusion_jax.presets import PRESETS
@@ -165,6 +165,13 @@ def test_a_benchmark_whose_output_cannot_be_written_says_so_before_it_decodes(
 ) -> None:
     assert worksheets.main(["--output", str(tmp_path / "missing" / "figures.json")]) == 2
     assert "does not exist; make it first" in capsys.readouterr().err
+
+
+def test_the_benchmark_of_batches_holds_all_of_them_to_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert batches.main(["--worksheets", "5", "--repeats", "1", "--batch-sizes", "1,4", "--preset", "quality"]) == 0
+    assert "all ways give the same tokens" in capsys.readouterr().out
+    assert batches.main(["--preset", "gsm9k"]) == 2
+    assert "--preset gsm9k: give one of latency" in capsys.readouterr().err
 
 
 @pytest.mark.slow
