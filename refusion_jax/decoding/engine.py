@@ -97,12 +97,12 @@ def sizes(entries: int, rows: int) -> list[tuple[int, int]]:
     if entries <= 4:
         return sorted({(1, rows), *((entries, rows + rows * (entries - 1) * part // 4) for part in (1, 2, 4))})
     whole = rows * entries
-    parts = [2 / 3] * 8 if jax.default_backend() == "cpu" else [1 / 2] * 3
+    parts = [2 / 3] * 6 if jax.default_backend() == "cpu" else [1 / 2] * 3
     packed = [whole]
     for part in parts:
-        packed.append(max(int(packed[-1] * part), entries))
+        packed.append(max(int(packed[-1] * part), 8))
     half = (entries + 1) // 2
-    return [(entries if size > whole // 4 else half, size) for size in sorted(set(packed))]
+    return [(min(entries if size > whole // 4 else half, size), size) for size in sorted(set(packed))]
 
 
 def capacity(longest: int) -> int:
