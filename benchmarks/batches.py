@@ -11,20 +11,19 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 import refusion_jax as rf
-from benchmarks.worksheets import of_the_test_split
 from refusion_jax import demo
 from refusion_jax.cli.options import UserError, parse
 from refusion_jax.cli.process import exit_code, keep_compiled_programs
 from refusion_jax.decoding.batch import Usage
-from refusion_jax.decoding.generate import Job, decode, prepare
-from refusion_jax.evaluation.benchmark import batch_sizes_of
+from refusion_jax.decoding.generate import prepare
+from refusion_jax.evaluation.benchmark import batch_sizes_of, read
+from refusion_jax.evaluation.measure import decode_once
 from refusion_jax.presets import PRESETS
 
 
@@ -49,23 +48,13 @@ class Options:
                 raise ValueError(f"--{name} must be at least 1, not {getattr(self, name)}")
 
 
-def answers(job: Job, refill: bool) -> tuple[list[list[int]], Usage, float]:
-    """The tokens of all answers, what they cost, and tokens/s."""
-    usage, found = Usage(), dict[int, rf.Generation]()
-    begin = time.perf_counter()
-    for ended in decode(job, refill=refill, usage=usage):
-        found |= ended
-    seconds = time.perf_counter() - begin
-    return [found[number].token_ids for number in sorted(found)], usage, usage.tokens / seconds
-
-
 def run(args: Sequence[str]) -> None:
     """Do what ``args`` ask for. Raises UserError, ValueError and OSError."""
     options = parse(Options, args, Options())
     keep_compiled_programs()
     model = rf.load(demo.ASSETS / "model")
     config = dataclasses.replace(PRESETS[options.preset], verify="exact", max_new_tokens=demo.EXACT.max_new_tokens)
-    prompts = [[{"role": "user", "content": sheet["query"]}] for sheet in of_the_test_split(0, options.worksheets)]
+    prompts = read(f"worksheets:0:{options.worksheets}").prompts
     ways = {
         (rows, refill): prepare(model, prompts, config, batch_size=rows)
         for rows in batch_sizes_of(options.batch_sizes)
@@ -76,14 +65,16 @@ def run(args: Sequence[str]) -> None:
     first = None
     for repeat in range(1 + options.repeats):
         for way, job in ways.items():
-            tokens, usages[way], speed = answers(job, refill=way[1])
+            answers, usage, seconds, _ = decode_once(job, refill=way[1])
+            usages[way] = usage
+            tokens = [answer.token_ids for answer in answers]
             first = tokens if first is None else first
             if tokens != first:
                 raise UserError(
                     f"batch {way[0]} gives other tokens than batch {next(iter(ways))[0]}: near-ties, or a bug"
                 )
             if repeat:  # the first compiles
-                speeds[way].append(speed)
+                speeds[way].append(usage.tokens / seconds)
     table = Table("batch", "refilled", "tokens/s", "(spread)", "batch passes", "rows at work", "live positions")
     for (rows, refill), usage in usages.items():
         of_way = speeds[rows, refill]

@@ -1,7 +1,8 @@
 """Settings by name: ``PRESETS["balanced"]``, or ``decode.py --preset balanced``.
 
-Three are ours, for exact decoding: they differ in the size of a serial block, hence how much may be written at once. The others are the paper's, task by task (ReFusion, table 5 of its second version, and the same in the official
-``eval.sh``, where a block is given as 512 / serial_num_blocks). All decode greedily, without examples in the prompt.
+Three are ours, for exact decoding: they differ in the size of a serial block, hence how much is written at once. The
+others are the paper's, task by task (ReFusion, table 5 of its second version, and the same in the official ``eval.sh``,
+where a block is given as 512 / serial_num_blocks). All decode greedily, without examples in the prompt.
 """
 
 from __future__ import annotations

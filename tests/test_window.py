@@ -80,3 +80,8 @@ def test_capacities_hold_the_longest_row_in_few_steps() -> None:
     assert all(size < max(longest + 64, 1.5 * longest) for longest, size in sizes.items())
     assert len(set(sizes.values())) < 60
     assert all(engine.prefill_width(longest) <= size for longest, size in sizes.items())
+
+
+def test_two_short_windows_need_not_be_computed_as_one_of_full_width() -> None:
+    """Sixty places and then two thirds, six times; never under 8, and no row is wider than all that is packed."""
+    assert engine.sizes(30, 2) == [(8, 8), (11, 11), (17, 17), (26, 26), (30, 40), (30, 60)]

@@ -80,14 +80,14 @@ class Pass(NamedTuple):
     compiling: float
 
 
-def decode_once(job: Job, count: int | None = None) -> Pass:
+def decode_once(job: Job, count: int | None = None, *, refill: bool = True) -> Pass:
     """Decode all prompts, or the first ``count``, as ``generate`` does."""
     usage = Usage()
     answers: dict[int, Generation] = {}
     skip = frozenset() if count is None else frozenset(range(count, job.answers))
     with compiling() as spans:
         started = time.perf_counter()
-        for ended in decode(job, skip=skip, usage=usage):
+        for ended in decode(job, skip=skip, refill=refill, usage=usage):
             answers |= ended
         seconds = time.perf_counter() - started
     return Pass([answers[number] for number in sorted(answers)], usage, seconds - covered(spans), covered(spans))
