@@ -37,7 +37,7 @@ def get_config() -> TrainConfig:
         run="runs/tiny",
         model=StartConfig(shape=SHAPE, tokenizer="worksheet"),
         data=DataConfig(path="worksheet:0:100000", validation_path="worksheet:0:500", max_length=192),
-        train=LoopConfig(steps=10_000, batch_size=16, accumulate=2, remat="full", log_every=100, save_every=1000),
+        train=LoopConfig(steps=8_000, batch_size=16, accumulate=2, remat="full", log_every=100, save_every=1000),
         optimizer=OptimizerConfig(
             algorithm="muon",
             learning_rate=4e-3,
@@ -48,7 +48,7 @@ def get_config() -> TrainConfig:
             weight_decay=0.01,
         ),
         evaluation=EvaluationConfig(
-            every=5000,
+            every=4000,
             examples=128,
             answers=100,
             decode=DecodeConfig(max_new_tokens=96, slot_size=16, block_size=32),
