@@ -7,11 +7,14 @@ explicit, so an array that drifts to another layout in a loop is an error while 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
@@ -21,19 +24,51 @@ TENSOR = "tensor"
 Axes = tuple[Any, ...]  # of each dimension of an array: a mesh axis, several, or None
 
 
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis."""
+
+    data: int = 1
+    """Copies of the weights, each with its own rows."""
+    fsdp: int = 1
+    """Parts that weights and optimizer state are cut in, each with its own rows."""
+    tensor: int = 1
+    """Parts that heads, feed-forward units and vocabulary are cut in."""
+
+    def __post_init__(self) -> None:
+        sizes = dataclasses.astuple(self)
+        if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+            raise ValueError(f"{self.text}: each must be an integer, at least 1")
+
+    @property
+    def devices(self) -> int:
+        """How many."""
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def text(self) -> str:
+        """As errors call it."""
+        return f"a mesh of data={self.data!r}, fsdp={self.fsdp!r}, tensor={self.tensor!r}"
+
+
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
     """A mesh of data x fsdp x tensor devices with explicit axes (ValueError if it cannot be made)."""
-    sizes = (data, fsdp, tensor)
-    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+    config = MeshConfig(data, fsdp, tensor)
+    if config.devices > jax.device_count():
+        raise ValueError(f"{config.text} needs {config.devices} devices, and there are {jax.device_count()}")
+    if jax.process_count() > 1 and config.devices < jax.device_count():
         raise ValueError(
-            f"a mesh of data={data!r}, fsdp={fsdp!r}, tensor={tensor!r}: each must be an integer, at least 1"
-        )
-    if data * fsdp * tensor > jax.device_count():
-        raise ValueError(
-            f"a mesh of data={data}, fsdp={fsdp}, tensor={tensor} needs {data * fsdp * tensor} devices, and there are "
-            f"{jax.device_count()}"
+            f"{config.text} has {config.devices} of the {jax.device_count()} devices of {jax.process_count()} "
+            "processes; all of them must take part"
         )
     return jax.make_mesh((data, fsdp, tensor), AXES, (AxisType.Explicit,) * 3)
+
+
+def use_mesh(config: MeshConfig) -> contextlib.AbstractContextManager[object]:
+    """The mesh made current; none where one device is asked for, and one process is there."""
+    if config == MeshConfig() and jax.process_count() == 1:
+        return contextlib.nullcontext()
+    return jax.set_mesh(make_mesh(config.data, config.fsdp, config.tensor))
 
 
 def has_mesh() -> bool:
@@ -60,6 +95,16 @@ def row_shards() -> int:
     """Into how many parts the rows of a batch are split."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def local_row_shards() -> list[int]:
+    """The numbers of those of which this process has a device."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return [0]
+    shards = mesh.devices.reshape(-1, mesh.shape[TENSOR])
+    mine = jax.process_index()
+    return [number for number, shard in enumerate(shards) if any(device.process_index == mine for device in shard)]
 
 
 def vocabulary_shards() -> int:
@@ -114,8 +159,27 @@ def put_rows(tree: Any) -> Any:
 
 
 def place(tree: Any, specs: Any) -> Any:
-    """``tree`` put on the current mesh by ``specs``, a tree of PartitionSpec."""
+    """``tree`` put on the current mesh by ``specs``, a tree of PartitionSpec. All processes hold the same values."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         return tree
-    return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
+
+    def put(array: Any, spec: PartitionSpec) -> jax.Array:
+        sharding = NamedSharding(mesh, spec)
+        if jax.process_count() == 1 or (isinstance(array, jax.Array) and not array.is_fully_addressable):
+            return jax.device_put(array, sharding)
+        array = np.asarray(array)
+        # device_put would send the values of all processes around, to compare them.
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(put, tree, specs)
+
+
+def fetch(tree: Any) -> Any:
+    """``tree`` on this host, whatever devices of the current mesh it lies on; every process asks for it together."""
+    return jax.device_get(tree if jax.process_count() == 1 else _everywhere(tree))
+
+
+@jax.jit
+def _everywhere(tree: Any) -> Any:
+    return jax.tree.map(reshard, tree)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -16,22 +17,25 @@ from pathlib import Path
 from typing import IO, Annotated, Any, BinaryIO, Literal
 
 import jax
+import numpy as np
 import tqdm
 from tyro.conf import FlagCreatePairsOff, arg
 
 import refusion_jax
 from refusion_jax.cli.options import UserError, parse, read_settings
 from refusion_jax.cli.output import STDOUT, check_output, write_output
-from refusion_jax.cli.process import keep_compiled_programs, warnings_in_one_line
+from refusion_jax.cli.process import company, devices, fail, keep_compiled_programs, warnings_in_one_line
 from refusion_jax.cli.prompts import Line, read_prompts
 from refusion_jax.cli.resume import Finished, Key, digest, partial
 from refusion_jax.config import DecodeConfig
 from refusion_jax.decoding.batch import Usage
 from refusion_jax.decoding.generate import Generation, Job, decode, prepare
 from refusion_jax.decoding.methods import method_of
+from refusion_jax.distributed import DistributedConfig, check_same, is_first, of_first
 from refusion_jax.model import Model
 from refusion_jax.model.hf import load
 from refusion_jax.presets import PRESETS
+from refusion_jax.sharding import MeshConfig
 
 ASSETS = Path(refusion_jax.__file__).parent / "assets"
 STDIN = "-"
@@ -88,6 +92,8 @@ class Options:
     """Keep finished answers in OUTPUT.partial until all are there, and go on from those that an interrupted run left;
     they are found by their ids."""
     decoding: Annotated[DecodeConfig, arg(name="")] = dataclasses.field(default_factory=DecodeConfig)
+    mesh: MeshConfig = MeshConfig()
+    processes: Annotated[DistributedConfig, arg(name="")] = DistributedConfig()
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -104,12 +110,12 @@ def main(args: Sequence[str] | None = None) -> int:
     of_process = args is None
     args = sys.argv[1:] if args is None else args
     try:
-        with warnings_in_one_line():
+        with warnings_in_one_line(), company():
             run(args)
         return 0
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return fail(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         if of_process:
@@ -123,31 +129,55 @@ def main(args: Sequence[str] | None = None) -> int:
 def run(args: Sequence[str]) -> None:
     """What may be wrong is looked at first, the cheapest before the dearest: options, files, model, prompts."""
     options = parse_options(args)
-    name, file = open_prompts(options.prompts, may_be_piped=bool(args))
+    name, file = open_prompts(options.prompts, may_be_piped=bool(args) and options.processes.distributed == "off")
     with file:
-        check_output(options.output, file)
-        lines = read_prompts(file.read(), name)
+        content = file.read()
+        lines = read_prompts(content, name)
+        mesh = devices(options.mesh, options.processes)
+        if is_first():
+            check_output(options.output, file)
     keep_compiled_programs()
+    with mesh:
+        check_alike(content, options)
+        decode_all(options, lines, name)
+
+
+def decode_all(options: Options, lines: Sequence[Line], name: str) -> None:
+    """Decode the lines of the input called ``name``, and write the output: in process 0, if there are several."""
     job = prepare_job(load_model(options), lines, options)
-    kept = open_finished(options, lines)
+    kept = open_finished(options, lines) if is_first() else None
     outputs = found(job, lines, kept)
-    print(
-        f"{'bundled model' if options.model is None else options.model}, {len(lines)} prompts from {name}",
-        file=sys.stderr,
-    )
+    there = of_first(np.isin(np.arange(job.answers), list(outputs)))
+    skip = frozenset(np.flatnonzero(there).tolist())
+    hidden = None if is_first() else True
+    if is_first():
+        print(
+            f"{'bundled model' if options.model is None else options.model}, {len(lines)} prompts from {name}",
+            file=sys.stderr,
+        )
     start = time.perf_counter()
     usage = Usage()
-    with compiling() as spans, tqdm.tqdm(total=job.answers, unit="answer", leave=False, disable=None) as bar:
-        bar.update(len(outputs))
-        for number, output in decode_lines(job, lines, options, kept, frozenset(outputs), usage):
+    with compiling() as spans, tqdm.tqdm(total=job.answers, unit="answer", leave=False, disable=hidden) as bar:
+        bar.update(len(skip))
+        for number, output in decode_lines(job, lines, options, kept, skip, usage):
             outputs[number] = output
             bar.update()
     seconds = time.perf_counter() - start
-    in_order = [outputs[number] for number in range(job.answers)]
-    write_output(options.output, map(as_bytes, in_order))
-    if kept is not None:
-        kept.close(remove=True)
-    print(summary(in_order, usage, seconds, covered(spans)), file=sys.stderr)
+    if is_first():
+        in_order = [outputs[number] for number in range(job.answers)]
+        write_output(options.output, map(as_bytes, in_order))
+        if kept is not None:
+            kept.close(remove=True)
+        print(summary(in_order, usage, seconds, covered(spans)), file=sys.stderr)
+
+
+def check_alike(content: bytes, options: Options) -> None:
+    """Raise UserError unless all processes have the same prompts and options."""
+    own = dataclasses.replace(options, processes=DistributedConfig(), prompts=None, output=STDOUT)
+    try:
+        check_same("prompts or options", hashlib.sha256(content + repr(own).encode()).digest())
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 # ---- Options ----

@@ -1,10 +1,11 @@
-"""What commands share: compiled programs kept on disk, warnings in one line, errors as exit codes."""
+"""What commands share: compiled programs kept on disk, warnings in one line, errors as exit codes, other processes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ import jax
 import tqdm
 
 from refusion_jax.cli.options import UserError
+from refusion_jax.distributed import DistributedConfig, join
+from refusion_jax.sharding import MeshConfig, use_mesh
 
 
 def keep_compiled_programs() -> None:
@@ -49,6 +52,47 @@ def warnings_in_one_line() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show  # type: ignore[assignment]
         yield
+
+
+def devices(mesh: MeshConfig, processes: DistributedConfig) -> contextlib.AbstractContextManager[object]:
+    """The mesh, made current, on the devices of all processes, which are waited for. Raises UserError."""
+    try:
+        join(processes)
+        return use_mesh(mesh)
+    except (ValueError, TimeoutError) as error:
+        raise UserError(str(error)) from error
+
+
+def fail(code: int) -> int:
+    """The exit code of a command that failed. One of several processes ends at once, and the others then do too: at the
+    end of Python JAX would wait for them, while they wait for this one."""
+    if jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+@contextlib.contextmanager
+def company() -> Iterator[None]:
+    """Around a command of several processes: what is not expected ends this one, with a word about the others."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        print(
+            f"error: process {jax.process_index()} of {jax.process_count()} cannot go on: {lost(error)}. Look at what "
+            "the others wrote; start all of them again, and they go on from what is on disk",
+            file=sys.stderr,
+        )
+        fail(1)
+
+
+def lost(error: Exception) -> str:
+    """What a runtime error says, in a line."""
+    return " ".join(str(error).split())[:300]
 
 
 def exit_code(run: Callable[[Sequence[str]], None], args: Sequence[str] | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import signal
@@ -10,13 +9,12 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
-import jax
 from tyro.conf import arg
 
 from refusion_jax.cli.options import UserError, parse, read_settings
-from refusion_jax.cli.process import keep_compiled_programs, warnings_in_one_line
-from refusion_jax.sharding import make_mesh
-from refusion_jax.training.config import DataConfig, LoopConfig, MeshConfig, StartConfig, TrainConfig
+from refusion_jax.cli.process import company, devices, fail, keep_compiled_programs, warnings_in_one_line
+from refusion_jax.distributed import DistributedConfig
+from refusion_jax.training.config import DataConfig, LoopConfig, StartConfig, TrainConfig
 
 STOPPED = 75
 """Exit code when SIGTERM stopped the training and a checkpoint is there (EX_TEMPFAIL): run the same command again."""
@@ -47,6 +45,7 @@ class Options:
     config: Annotated[str | None, arg(metavar="FILE.py")] = None
     """Settings to start from."""
     settings: Annotated[TrainConfig, arg(name="")] = NOTHING
+    processes: Annotated[DistributedConfig, arg(name="")] = DistributedConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +61,14 @@ def main(args: Sequence[str] | None = None, config: str | None = None) -> int:
     of_process = args is None
     args = sys.argv[1:] if args is None else args
     try:
-        with warnings_in_one_line():
+        with warnings_in_one_line(), company():
             return run(args, config)
     except UserError as error:
         print(f"error: {str(error).strip()}", file=sys.stderr)
-        return 2
+        return fail(2)
     except (FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return fail(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         if of_process:
@@ -79,7 +78,7 @@ def main(args: Sequence[str] | None = None, config: str | None = None) -> int:
 
 def run(args: Sequence[str], config: str | None) -> int:
     """The options first, then the data and the model, then the training."""
-    settings = parse_options(args, config)
+    options = parse_options(args, config)
     keep_compiled_programs()
     try:
         from refusion_jax.training import loop  # and with it all that training needs
@@ -87,8 +86,8 @@ def run(args: Sequence[str], config: str | None) -> int:
         raise UserError(f"training needs more packages ({error}): pip install 'refusion-jax[train]'") from error
 
     try:
-        with mesh_of(settings.mesh):
-            loop.train(settings)
+        with devices(options.settings.mesh, options.processes):
+            loop.train(options.settings)
     except loop.Interrupted as stop:
         print(stop, file=sys.stderr)
         return STOPPED if stop.number == signal.SIGTERM else 130
@@ -97,19 +96,13 @@ def run(args: Sequence[str], config: str | None) -> int:
     return 0
 
 
-def mesh_of(config: MeshConfig) -> contextlib.AbstractContextManager[object]:
-    """The mesh made current; none where one device is asked for."""
-    if config == MeshConfig():
-        return contextlib.nullcontext()
-    return jax.set_mesh(make_mesh(config.data, config.fsdp, config.tensor))
-
-
-def parse_options(args: Sequence[str], config: str | None) -> TrainConfig:
-    """The settings. Raises UserError."""
+def parse_options(args: Sequence[str], config: str | None) -> Options:
+    """The options. Raises UserError."""
     chosen = parse(_File, args, _File(config), partial=True).config
     settings = NOTHING if chosen is None else read_settings(chosen, TrainConfig, "--config")
-    settings = parse(Options, args, Options(chosen, settings)).settings
+    options = parse(Options, args, Options(chosen, settings))
+    settings = options.settings
     needed = {"--run": settings.run, "--model.checkpoint": settings.model.checkpoint, "--data.path": settings.data.path}
     if missing := [name for name, value in needed.items() if value == ""]:
         raise UserError(f"{' and '.join(missing)} missing: give them, or a --config file that has them")
-    return settings
+    return options

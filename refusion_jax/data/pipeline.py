@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import absl.flags
 import grain
+import numpy as np
 
 from refusion_jax.corrupt import Corrupted
 from refusion_jax.data.batches import Batch, example_at, lay_out, noise, noisy, pack
@@ -32,13 +33,19 @@ class Layout:
     pack: bool = True  # several examples in a row; otherwise rows are as long as the longest, in steps of 64
     pieces: int = 1  # that a step is computed in, one after another
     row_shards: int = 1  # that the rows of a piece are split over
+    local: Sequence[int] | None = None  # those of this process, which alone are made; None: all
 
     def __call__(self, lengths: Sequence[int], examples: Callable[[int], Corrupted]) -> Batch:
-        """Lay out as many examples as there are lengths."""
+        """Lay out as many examples as there are lengths, or what of them is this process's."""
         rows = pack(lengths, self.row_length) if self.pack else [[member] for member in range(len(lengths))]
         width = self.row_length if self.pack else min(round_up(max(lengths), 64), self.row_length)
         unit = self.pieces * self.row_shards
-        batch = lay_out(examples, rows, round_up(len(rows), unit * coarse(len(rows) // unit)), width)
+        count = round_up(len(rows), unit * coarse(len(rows) // unit))
+        rows += [[]] * (count - len(rows))
+        places = np.arange(count).reshape(self.pieces, self.row_shards, -1)
+        if self.local is not None:
+            places = places[:, list(self.local)]
+        batch = lay_out(examples, [rows[place] for place in places.flat], places.size, width)
         return Batch(*(array.reshape(self.pieces, -1, width) for array in batch))
 
 

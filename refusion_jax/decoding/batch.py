@@ -21,7 +21,7 @@ from refusion_jax.decoding import engine
 from refusion_jax.decoding.row import Row
 from refusion_jax.decoding.trace import record
 from refusion_jax.model import Model
-from refusion_jax.sharding import put_rows, row_shards
+from refusion_jax.sharding import fetch, put_rows, row_shards
 
 STEPS_PER_CALL = 64  # forward passes between two looks at the clock
 
@@ -220,7 +220,7 @@ class Batch:
         else:
             self.trace(active, self.slot_size)
         state = self.state
-        finished_at, forwards, now_at, computed, finite = jax.device_get(
+        finished_at, forwards, now_at, computed, finite = fetch(
             (state.rows.finished_at, state.rows.forwards, state.step, state.computed, state.finite)
         )
         if not finite:
@@ -241,9 +241,9 @@ class Batch:
 
     def trace(self, active: list[int], slot_size: int) -> None:
         """One step, and what it did to every row."""
-        old = jax.device_get(self.state.rows)
+        old = fetch(self.state.rows)
         self.state, report = engine.run_once(self.model.params, self.method, self.state, config=self.model.config)
-        new, report = jax.device_get((self.state.rows, report))
+        new, report = fetch((self.state.rows, report))
         for row in active:
             before, after, done = (of_one(tree, row) for tree in (old, new, report))
             if before.start < before.end:
@@ -267,7 +267,7 @@ class Batch:
             return []
         rows_of = self.state.rows
         text = Row(**{field.name: getattr(rows_of, field.name) for field in dataclasses.fields(Row)})
-        text, chosen = jax.device_get((text, getattr(rows_of, "chosen", text.committed)))
+        text, chosen = fetch((text, getattr(rows_of, "chosen", text.committed)))
         out = []
         for row in rows:
             request, one = self.requests[row], of_one(text, row)

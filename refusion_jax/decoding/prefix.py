@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -20,7 +21,7 @@ from refusion_jax.decoding import engine
 from refusion_jax.decoding.prompts import Prompt, encode
 from refusion_jax.model import Model
 from refusion_jax.model.transformer import Params
-from refusion_jax.sharding import put_rows, reshard, row_shards
+from refusion_jax.sharding import fetch, place, put_rows, reshard, row_shards
 
 FORMAT = "refusion_jax prefix 1"
 
@@ -43,8 +44,7 @@ class Prefix:
         arrays = {
             "token_ids": np.asarray(self.token_ids, np.int32),
             "positions": np.asarray(self.positions, np.int32),
-            "keys": np.asarray(self.cache.keys),
-            "values": np.asarray(self.cache.values),
+            **dict(zip(("keys", "values"), fetch((self.cache.keys, self.cache.values)), strict=True)),
         }
         try:
             save_file(arrays, draft, metadata={"format": FORMAT, "weights": str(self.weights)})
@@ -101,7 +101,8 @@ def load_prefix(model: Model, path: str | os.PathLike[str]) -> Prefix:
     positions = arrays["positions"].tolist()
     if positions != list(range(len(positions))):
         raise ValueError(f"{path} holds tokens at positions {positions[:4]}...; a prefix begins at 0, without a gap")
-    cache = KVCache(*(reshard(jnp.asarray(arrays[name]), *_AXES) for name in ("keys", "values")))
+    axes = PartitionSpec(*_AXES)
+    cache = KVCache(*(jnp.asarray(place(arrays[name], axes)) for name in ("keys", "values")))
     prefix = Prefix(tuple(arrays["token_ids"].tolist()), tuple(positions), cache, int(metadata["weights"]))
     prefix.check(model)
     return prefix

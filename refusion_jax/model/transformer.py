@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from refusion_jax.cache import KVCache
 from refusion_jax.config import ModelConfig
 from refusion_jax.model.packing import Packing, pack, unpack
-from refusion_jax.sharding import ROWS, TENSOR, einsum, row_shards, spec
+from refusion_jax.sharding import ROWS, TENSOR, einsum, has_mesh, per_shard, reshard, row_shards, spec
 
 Params = Any  # nested dictionaries of arrays, laid out as PARAMETER_AXES
 Remat = Literal["none", "dots", "full"]
@@ -85,6 +85,26 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     cos, sin = table
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def look_up(embedding: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The rows of ``embedding`` [V, D] at ``tokens`` [B, T]: [B, T, D].
+
+    On a mesh no part of the table is moved: each device looks up, in the part that it has, the tokens of all rows of
+    its fsdp group, and the devices of the group swap what they found. XLA would send whole batches to every device.
+    """
+    if not has_mesh():
+        return embedding[tokens]
+
+    def of_shard(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        tokens = jax.lax.all_gather(tokens, "fsdp", axis=0, tiled=True)
+        place = tokens - jax.lax.axis_index(TENSOR) * len(table)
+        found = table.at[jnp.where(place < 0, len(table), place)].get(mode="fill", fill_value=0)
+        found = jax.lax.psum(found, TENSOR)
+        return jax.lax.all_to_all(found, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+
+    axes = PARAMETER_AXES["embedding"]
+    return per_shard(of_shard, (axes, (ROWS,)), (ROWS,))(reshard(embedding, *axes), tokens)
 
 
 def attend(
@@ -223,7 +243,7 @@ class Transformer(nn.Module):
         c = self.config
         dtype = jnp.dtype(c.dtype)
         embedding = self.param("embedding", INITIAL, (c.vocab_size, c.hidden_size), dtype)
-        hidden = embedding.at[tokens].get(out_sharding=spec(ROWS, None, None)).astype(dtype)
+        hidden = look_up(embedding, tokens).astype(dtype)
         table = rotary_table(positions, c.head_dim, c.rope_theta)
         layer = Layer
         if self.remat != "none":
@@ -286,7 +306,7 @@ def apply(
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
     """Random parameters."""
-    one = jnp.zeros((row_shards(), 1), jnp.int32)
+    one = jnp.zeros((row_shards(), 1), jnp.int32, out_sharding=spec(ROWS, None))
     return Transformer(config).init(key, one, one, causal(1))["params"]
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Suppress
 
 from refusion_jax.config import OFFICIAL_SLOT_SIZES, DecodeConfig, ModelConfig
+from refusion_jax.sharding import MeshConfig
 
 
 def _check_integers(config: Any, least: int, *names: str) -> None:
@@ -265,21 +266,6 @@ class LoopConfig:
         if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
             raise ValueError(f"profile_steps={self.profile_steps!r} must be A:B, two steps with A < B")
         return range(int(first), int(last))
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshConfig:
-    """Devices along each mesh axis, see ``refusion_jax.sharding``."""
-
-    data: int = 1
-    """Copies of the weights, each with its own rows."""
-    fsdp: int = 1
-    """Parts that weights and optimizer state are cut in, each with its own rows."""
-    tensor: int = 1
-    """Parts that heads, feed-forward units and vocabulary are cut in."""
-
-    def __post_init__(self) -> None:
-        _check_integers(self, 1, "data", "fsdp", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from refusion_jax.decoding.prompts import encode
 from refusion_jax.losses import Totals, totals
 from refusion_jax.model import Model
 from refusion_jax.model.transformer import Params
-from refusion_jax.sharding import row_shards
+from refusion_jax.sharding import local_row_shards, row_shards
 from refusion_jax.training.config import TrainConfig
 from refusion_jax.training.step import all_parameters, piece_losses, put_batch
 
@@ -98,7 +98,8 @@ class Evaluation:
         forward, train = self.config.forward, self.config.train
         if slot_size is not None:
             forward = dataclasses.replace(forward, slot_sizes=(slot_size,), curriculum=0)
-        layout = Layout(self.config.data.max_length, self.config.data.pack, row_shards=row_shards())
+        data = self.config.data
+        layout = Layout(data.max_length, data.pack, 1, row_shards(), local_row_shards())
         number = min(self.config.evaluation.examples, len(self.dataset))
         size = max(train.batch_size // train.accumulate, 1)
         for first in range(0, number, size):

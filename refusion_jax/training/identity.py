@@ -16,11 +16,12 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 
-def check_identity(run: str | os.PathLike[str], identity: Mapping[str, Any]) -> None:
+def check_identity(run: str | os.PathLike[str], identity: Mapping[str, Any], *, begin: bool = True) -> None:
     """Write what a run is to RUN/run.json; where that is there, see that it is still the same run.
 
     Args:
       identity: names -> plain values (as in JSON), nested.
+      begin: whether a run may begin here; False: another process has just begun it.
 
     Raises:
       ValueError: the run is another; the text shows every difference.
@@ -28,6 +29,10 @@ def check_identity(run: str | os.PathLike[str], identity: Mapping[str, Any]) -> 
     path = Path(run) / "run.json"
     now = json.loads(json.dumps(identity))
     if not path.exists():
+        if not begin:
+            raise ValueError(
+                f"process 0 has written {path}, which is not there: --run must be on a disk that all share"
+            )
         if any((Path(run) / "checkpoints").glob("[0-9]*")):
             raise ValueError(
                 f"{run} has checkpoints, but no {path.name} that says of what; give another --run directory"

@@ -18,14 +18,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from refusion_jax.data.dataset import Dataset, prepare
 from refusion_jax.data.pipeline import Batches, Layout
 from refusion_jax.data.sources import open_source
+from refusion_jax.distributed import Agreement, first_goes_first, is_first, meet
 from refusion_jax.model import Model
 from refusion_jax.model.hf import export_hf, write_skeleton
 from refusion_jax.model.transformer import Params
-from refusion_jax.sharding import place, row_shards
+from refusion_jax.sharding import local_row_shards, place, row_shards
 from refusion_jax.training import lora, optimizer
 from refusion_jax.training.checkpoint import Checkpoints
 from refusion_jax.training.config import DataConfig, LoopConfig, TrainConfig
@@ -61,14 +63,14 @@ def train(config: TrainConfig) -> Model:
       FloatingPointError: the loss is no number any more.
       OSError: a file cannot be written.
     """
-    run = Path(config.run)
+    run, data = Path(config.run), config.data
     check_directory(run)
 
     # ---- Model and data ----
-    for path, split in sources(config.data):
+    for path, split in sources(data):
         open_source(path, split)  # before the model is read, which may take long
     model = start(config)
-    examples, held_out = read_data(config.data, model)
+    examples, held_out = read_data(data, model)
     steps = number_of_steps(config.train, len(examples))
     compute = dataclasses.replace(model.config, dtype=config.train.dtype)
     evaluation = None
@@ -78,14 +80,20 @@ def train(config: TrainConfig) -> Model:
     def due(number: int) -> bool:
         return number == steps or number % config.evaluation.every == 0
 
-    with lock(run):
-        check_identity(run, identity(config, model, examples, steps))
+    with lock(run) if is_first() else contextlib.nullcontext():
+        with first_goes_first("run"):
+            check_identity(run, identity(config, model, examples, steps), begin=is_first())
         write_skeleton(model, run)
         # ---- State ----
         adamw = optimizer.make(config.optimizer, steps)
         state, frozen = fresh_state(config, model, adamw)
         model = dataclasses.replace(model, config=compute, params=None)  # the state has them, and donates them
-        with stop_signals() as stopped, Checkpoints(run, keep=config.train.keep) as checkpoints:
+        with stop_signals() as received, Checkpoints(run, keep=config.train.keep) as checkpoints:
+            agreement = Agreement()
+
+            def stopped() -> int:
+                return agreement(received())
+
             first = checkpoints.latest() or 0
             if first:
                 like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
@@ -98,7 +106,7 @@ def train(config: TrainConfig) -> Model:
                 dataset=examples,
                 forward=config.forward,
                 mask_token_id=compute.mask_token_id,
-                layout=Layout(config.data.max_length, config.data.pack, config.train.accumulate, row_shards()),
+                layout=Layout(data.max_length, data.pack, config.train.accumulate, row_shards(), local_row_shards()),
                 steps=steps,
                 batch_size=config.train.batch_size,
                 seed=config.train.seed,
@@ -108,9 +116,10 @@ def train(config: TrainConfig) -> Model:
                     report.evaluation(first, functools.partial(evaluation, state.params, frozen, stopped))
                     if stop := stopped():
                         raise Interrupted(stop, first)
-                for number, batch in enumerate(batches.read(first, config.data.workers), first + 1):
+                for number, batch in enumerate(batches.read(first, data.workers), first + 1):
                     with profile.step(number):
-                        state, measures = step(state, frozen, put_batch(batch))
+                        batch = put_batch(batch)
+                        state, measures = step(state, frozen, batch)
                     report.step(number, batch, measures)
                     loss = None
                     if evaluation is not None and due(number):
@@ -165,7 +174,8 @@ def read_data(data: DataConfig, model: Model) -> tuple[Dataset, Dataset | None]:
             max_left_out=data.max_left_out,
             cache=data.cache,
         )
-        print(dataset.report(), file=sys.stderr)
+        if is_first():
+            print(dataset.report(), file=sys.stderr)
         datasets.append(dataset)
     return datasets[0], datasets[1] if len(datasets) > 1 else None
 
@@ -220,16 +230,20 @@ def fresh_state(
         frozen = jax.tree.map(lambda x: x.astype(config.train.dtype), model.params)
         trained = lora.init(model.config, config.lora, jax.random.key(config.train.seed))
         trained = place(trained, lora.specs(trained))
-    return TrainState(jnp.int32(0), trained, jax.jit(adamw.init)(trained)), frozen
+    return TrainState(place(jnp.int32(0), PartitionSpec()), trained, jax.jit(adamw.init)(trained)), frozen
 
 
 def export(model: Model, directory: Path) -> None:
     """Write the trained model, in the place of one that is there."""
     draft = directory.with_name(f".{directory.name}.new")
-    shutil.rmtree(draft, ignore_errors=True)
+    if is_first():
+        shutil.rmtree(draft, ignore_errors=True)
+    meet("export")
     export_hf(model, draft)
-    shutil.rmtree(directory, ignore_errors=True)
-    draft.rename(directory)
+    if is_first():
+        shutil.rmtree(directory, ignore_errors=True)
+        draft.rename(directory)
+    meet("exported")
 
 
 # ---- Signals and profiles ----
@@ -263,7 +277,7 @@ class Profile(contextlib.AbstractContextManager["Profile"]):
     """Profiles the steps that the settings name, into RUN/profile."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._steps = config.train.profiled()
+        self._steps = config.train.profiled() if is_first() else range(0)
         self._directory = Path(config.run) / "profile"
         self._running = False
 

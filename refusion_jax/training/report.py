@@ -14,6 +14,7 @@ import tqdm
 
 from refusion_jax.config import ModelConfig
 from refusion_jax.data.batches import Batch
+from refusion_jax.distributed import is_first, of_first
 from refusion_jax.training.config import TrainConfig
 from refusion_jax.training.metrics import Metrics, measured, throughput
 from refusion_jax.training.optimizer import schedule
@@ -29,13 +30,15 @@ class Report:
     def __init__(self, config: TrainConfig, model: ModelConfig, first: int, steps: int) -> None:
         self._config, self._model = config, model
         self._learning_rate = schedule(config.optimizer, steps)
-        self._metrics = Metrics(config.run, step=first or None)
-        self.evaluated = any(name.startswith("held_out/") for name in measured(config.run, first))
-        if first:
+        self._metrics = Metrics(config.run, step=first or None) if is_first() else None
+        names = measured(config.run, first) if is_first() else set()
+        self.evaluated = bool(of_first(np.asarray(any(name.startswith("held_out/") for name in names))))
+        if first and is_first():
             print(f"going on from step {first} of {steps}", file=sys.stderr)
-        self._bar = tqdm.tqdm(initial=first, total=steps, unit="step", disable=None, dynamic_ncols=True)
+        hidden = None if is_first() else True
+        self._bar = tqdm.tqdm(initial=first, total=steps, unit="step", disable=hidden, dynamic_ncols=True)
         self._waiting: list[Measures] = []  # not looked at yet: that would wait for the device
-        self._tokens = self._places = self._examples = 0
+        self._places = 0
         self._since = time.perf_counter()
 
     def __enter__(self) -> Report:
@@ -43,14 +46,13 @@ class Report:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: types.TracebackType | None) -> None:
         self._bar.close()
-        self._metrics.__exit__()
+        if self._metrics is not None:
+            self._metrics.__exit__()
 
     def step(self, number: int, batch: Batch, measures: Measures) -> None:
         """Take note of a step; every ``log_every`` steps the means since the last time are written."""
         self._waiting.append(measures)
-        self._tokens += int(np.sum(batch.segments > 0))
         self._places += batch.segments.size
-        self._examples += int(np.sum(np.max(batch.segments, axis=-1)))
         self._bar.update()
         if number % self._config.train.log_every == 0:
             self._write(number)
@@ -74,24 +76,27 @@ class Report:
         self._since += time.perf_counter() - start
         if measures is None:
             return None
-        self._metrics.write(number, measures)
-        words = ", ".join(f"{name.removeprefix('held_out/')} {value:.4g}" for name, value in measures.items())
-        self._bar.write(f"step {number}, held out: {words}", file=sys.stderr)
+        if self._metrics is not None:
+            self._metrics.write(number, measures)
+            words = ", ".join(f"{name.removeprefix('held_out/')} {value:.4g}" for name, value in measures.items())
+            self._bar.write(f"step {number}, held out: {words}", file=sys.stderr)
         return measures.get("held_out/loss")
 
     def _write(self, number: int) -> None:
         waited = jax.device_get(self._waiting)
         self.check(number, waited[-1])
         seconds = max(time.perf_counter() - self._since, 1e-9)
-        means = {name: float(np.mean([getattr(m, name) for m in waited])) for name in Measures._fields}
-        speed = throughput(self._model, self._tokens, seconds, self._tokens / self._examples)
+        tokens = sum(int(measures.tokens) for measures in waited)
+        means = {name: float(np.mean([getattr(m, name) for m in waited])) for name in Measures._fields[:-1]}
+        speed = throughput(self._model, tokens, seconds, tokens / (len(waited) * self._config.train.batch_size))
         values = means | {"learning_rate": float(self._learning_rate(number - 1))} | speed
-        values["efficiency"] = self._tokens / self._places
-        self._metrics.write(number, {f"train/{name}": value for name, value in values.items()})
+        values["efficiency"] = tokens / self._places
+        if self._metrics is not None:
+            self._metrics.write(number, {f"train/{name}": value for name, value in values.items()})
         self._bar.set_postfix_str(f"loss {means['loss']:.3f}, {speed['tokens_per_second']:,.0f} tokens/s")
         self._restart()
 
     def _restart(self) -> None:
         self._waiting.clear()
-        self._tokens = self._places = self._examples = 0
+        self._places = 0
         self._since = time.perf_counter()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from refusion_jax.config import ModelConfig
 from refusion_jax.data.batches import Batch
 from refusion_jax.losses import Losses, Totals, cross_entropies, hybrid, totals
 from refusion_jax.model.transformer import Params, apply, causal
-from refusion_jax.sharding import ROWS, place
+from refusion_jax.sharding import ROWS, local_row_shards, row_shards
 from refusion_jax.training import lora
 from refusion_jax.training.config import TrainConfig
 
@@ -28,12 +29,13 @@ class TrainState(NamedTuple):
 
 
 class Measures(NamedTuple):
-    """What a step tells, float32 scalars."""
+    """What a step tells, scalars, float32 but for counts."""
 
     loss: jax.Array
     ar: jax.Array  # the autoregressive term, unweighted
     masked: jax.Array  # the masked term, unweighted
     gradient_norm: jax.Array  # before clipping
+    tokens: jax.Array  # int32: that were trained on
 
 
 def piece_losses(
@@ -85,7 +87,8 @@ def gradients(
         rest = jax.tree.map(lambda x: x[1:], batch)
         result, _ = jax.lax.scan(lambda sums, piece: (jax.tree.map(jnp.add, sums, of_piece(piece)), None), result, rest)
     gradient, (value, terms) = result
-    return gradient, Measures(value, terms.ar, terms.masked, optax.tree.norm(gradient))
+    tokens = jnp.sum(batch.segments > 0)
+    return gradient, Measures(value, terms.ar, terms.masked, optax.tree.norm(gradient), tokens)
 
 
 def make_step(
@@ -103,9 +106,26 @@ def make_step(
 
 
 def put_batch(batch: Batch) -> Batch:
-    """A batch [pieces, R, T] on the devices, its rows split over the current mesh."""
-    batch = jax.tree.map(jnp.asarray, batch)
-    return place(batch, jax.tree.map(lambda _: PartitionSpec(None, ROWS), batch))
+    """A batch [pieces, R, T] on the devices, its rows split over the current mesh.
+
+    Every process gives the rows of its own shards, in order (``local_row_shards``).
+    """
+    mesh, mine = jax.sharding.get_mesh(), local_row_shards()
+    if mesh.empty:
+        return jax.tree.map(jnp.asarray, batch)
+
+    def put(local: np.ndarray) -> jax.Array:
+        pieces, rows, width = local.shape
+        size = rows // len(mine)
+
+        def of_shard(index: Any) -> np.ndarray:
+            place = mine.index((index[1].start or 0) // size) * size
+            return local[:, place : place + size]
+
+        shape = (pieces, size * row_shards(), width)
+        return jax.make_array_from_callback(shape, NamedSharding(mesh, PartitionSpec(None, ROWS)), of_shard)
+
+    return jax.tree.map(put, batch)
 
 
 def all_parameters(trained: Params, frozen: Params | None, config: TrainConfig) -> Params:
