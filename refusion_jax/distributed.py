@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -20,12 +21,20 @@ from typing import Annotated, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize asks; nothing public tells the address
+
+# What jax.distributed.initialize asks, and what it makes: nothing public tells the address, or waits for all processes.
+from jax._src.clusters import ClusterEnv
+from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from tyro.conf import arg
 
 from refusion_jax.sharding import AXES
+
+LONG = 7 * 24 * 3600 * 1000
+"""Milliseconds that processes wait for each other once they have met."""
+
+_meetings = itertools.count()
 
 Launcher = Literal["off", "auto", "tpu", "slurm", "manual"]
 
@@ -186,9 +195,12 @@ def is_first() -> bool:
 
 
 def meet(place: str) -> None:
-    """Wait until all processes are at this place of the program."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(place)
+    """Wait until all processes are at this place of the program, or until one of them is no more.
+
+    It is no program of the devices: those give up where one process comes half a minute after another (Gloo).
+    """
+    if (client := global_state.client) is not None:
+        client.wait_at_barrier(f"refusion_jax {next(_meetings)}: {place}", LONG)
 
 
 @contextlib.contextmanager
@@ -205,6 +217,7 @@ def check_same(what: str, digest: bytes) -> None:
     """Raise ValueError, in all processes, unless ``what`` is the same for all of them; ``digest`` tells."""
     if jax.process_count() == 1:
         return
+    meet(f"compare {what}")
     digests = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
     if others := [number for number, other in enumerate(digests) if not np.array_equal(other, digests[0])]:
         raise ValueError(
@@ -215,7 +228,10 @@ def check_same(what: str, digest: bytes) -> None:
 
 def of_first(values: np.ndarray) -> np.ndarray:
     """The values that process 0 has. Shape and dtype are the same in all processes."""
-    return values if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(values))
+    if jax.process_count() == 1:
+        return values
+    meet("tell")
+    return np.asarray(multihost_utils.broadcast_one_to_all(values))
 
 
 class Agreement:

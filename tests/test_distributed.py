@@ -114,8 +114,9 @@ def losses(run: Path) -> dict[int, float]:
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Settings of a run of 20 steps, a checkpoint every five, that two and four devices share out evenly."""
     directory = tmp_path_factory.mktemp("settings")
-    text = CONFIG.replace("CACHE", repr(str(directory / "cache"))).replace(
-        "max_length=192", "max_length=192, pack=False"
+    text = CONFIG.replace("CACHE", repr(str(directory / "cache")))
+    text = text.replace("max_length=192", "max_length=128, pack=False, max_left_out=0.5").replace(
+        "answers=2", "answers=0"
     )
     (directory / "config.py").write_text(text)
     return directory / "config.py"
@@ -189,8 +190,8 @@ def test_train_on_two_kill_one_resume_on_one_decode_on_two(
 
     (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{n} + {n} ="}}\n' for n in range(10, 20)))
     port = free_port()
-    options = ["--model", "run", "--prompts", "prompts.jsonl", "--slot-size", 4, "--block-size", 8]
-    options += ["--max-new-tokens", 16, "--batch-size", 4, "--logprobs"]
+    options = ["--model", "run", "--prompts", "prompts.jsonl", "--slot-size", 4, "--block-size", 4]
+    options += ["--max-new-tokens", 8, "--batch-size", 2, "--logprobs"]
     commands = [[ROOT / "decode.py", *options, "--output", "one.jsonl"]]
     commands += [
         [ROOT / "decode.py", *options, "--output", "two.jsonl", *manual(2, number, port, "--mesh.data", 2)]
