@@ -7,11 +7,14 @@ explicit, so an array that drifts to another layout in a loop is an error while 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
@@ -119,3 +122,40 @@ def place(tree: Any, specs: Any) -> Any:
     if mesh.empty:
         return tree
     return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
+
+
+def fetch(tree: Any) -> Any:
+    """``tree`` with numpy arrays, whatever processes its arrays lie on; all of these call it together."""
+
+    def reachable(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        assert isinstance(leaf.sharding, NamedSharding)
+        return _replicate(leaf.sharding.mesh)(leaf)
+
+    return jax.device_get(jax.tree.map(reachable, tree))
+
+
+@functools.cache
+def _replicate(mesh: jax.sharding.Mesh) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def in_first_process(action: Callable[[], object]) -> None:
+    """Call ``action`` in the first process. All call this together, and go on when it is done.
+
+    Raises:
+      Exception: in the first process, what ``action`` raises.
+      OSError: in the others, if it failed.
+    """
+    error: BaseException | None = None
+    if jax.process_index() == 0:
+        try:
+            action()
+        except BaseException as caught:  # whatever it is, the others must not wait for ever
+            error = caught
+    failed = multihost_utils.broadcast_one_to_all(np.int32(error is not None))
+    if error is not None:
+        raise error
+    if failed:
+        raise OSError("process 0, which writes for all, could not; its own error says why")
