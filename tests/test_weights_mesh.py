@@ -217,7 +217,7 @@ def test_one_changed_number_on_one_device_is_not_rounded(tmp_path: Path) -> None
 
 
 def test_numbers_next_to_zero_do_not_widen_a_checkpoint(tmp_path: Path) -> None:
-    """Compiled casts make them zero, which would look like a change."""
+    """``lax.reduce_precision`` makes them zero, which would look like a change."""
     for dtype in (np.float16, jnp.bfloat16):
         tensors = {name: np.full(shape, jnp.finfo(dtype).smallest_subnormal, dtype) for name, shape in SHAPES.items()}
         name = np.dtype(dtype).name

@@ -418,7 +418,7 @@ def _export_dtypes(model: Model) -> dict[str, str]:
 
 def _holds(dtype: str, array: NDArray) -> bool:
     """Whether the other ``dtype`` is narrower than that of ``array``, and holds its every value."""
-    # On the host: compiled, a cast there and back may be left out, and numbers next to zero become zero.
+    # By numpy: XLA may leave out a cast there and back.
     if array.dtype != np.float32:
         return False
     with np.errstate(over="ignore"):
