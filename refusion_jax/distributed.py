@@ -16,7 +16,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import jax
@@ -211,6 +211,26 @@ def first_goes_first(place: str) -> Iterator[None]:
     yield
     if is_first():
         meet(place)
+
+
+def in_first_process(action: Callable[[], object]) -> None:
+    """Call ``action`` in process 0; all call this together, and go on when it is done.
+
+    Raises:
+      Exception: in process 0, what ``action`` raises.
+      OSError: in the others, if it failed.
+    """
+    error: BaseException | None = None
+    if is_first():
+        try:
+            action()
+        except BaseException as caught:  # whatever it is, the others must not wait for ever
+            error = caught
+    failed = of_first(np.asarray(error is not None))
+    if error is not None:
+        raise error
+    if failed:
+        raise OSError("process 0, which writes for all, could not; its own error says why")
 
 
 def check_same(what: str, digest: bytes) -> None:

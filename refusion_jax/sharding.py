@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -176,10 +177,17 @@ def place(tree: Any, specs: Any) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """``tree`` on this host, whatever devices of the current mesh it lies on; every process asks for it together."""
-    return jax.device_get(tree if jax.process_count() == 1 else _everywhere(tree))
+    """``tree`` with numpy arrays, whatever processes its arrays lie on; all of these call it together."""
+
+    def reachable(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        assert isinstance(leaf.sharding, NamedSharding)
+        return _replicate(leaf.sharding.mesh)(leaf)
+
+    return jax.device_get(jax.tree.map(reachable, tree))
 
 
-@jax.jit
-def _everywhere(tree: Any) -> Any:
-    return jax.tree.map(reshard, tree)
+@functools.cache
+def _replicate(mesh: jax.sharding.Mesh) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))

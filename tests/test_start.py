@@ -69,7 +69,7 @@ def settings(directory: Path, checkpoint: Path, **changes: dict[str, Any]) -> Tr
 # ---- The mask token ----
 
 
-@pytest.mark.parametrize("mesh", [None, (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [None, (2, 2, 2), (1, 8, 1)], ids=str)
 @pytest.mark.parametrize(
     ("vocab_size", "tied", "size"),
     [

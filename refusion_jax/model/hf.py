@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -19,12 +20,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from refusion_jax.config import ModelConfig
+from refusion_jax.distributed import in_first_process
 from refusion_jax.model import Model, Origin
 from refusion_jax.model.hf_config import (
     CONFIG,
@@ -36,7 +38,7 @@ from refusion_jax.model.hf_config import (
 )
 from refusion_jax.model.tokenizer import Tokenizer
 from refusion_jax.model.transformer import PARAMETER_AXES, Params, flatten, unflatten
-from refusion_jax.sharding import check_mesh, place
+from refusion_jax.sharding import check_mesh, fetch
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -92,6 +94,9 @@ TENSORS = (
 def load(source: str | os.PathLike[str], *, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> Model:
     """The model of a checkpoint in Hugging Face layout, laid out on the current mesh where there is one.
 
+    Weights are read straight to their places, one parameter at a time: each process reads what its own devices hold,
+    once.
+
     Args:
       source: a directory, or a hub id ("owner/name"), which is fetched unless it is in the local cache. The directory
         of a training run gives the model of its latest checkpoint.
@@ -133,46 +138,63 @@ def export_hf(model: Model, directory: str | os.PathLike[str], *, shard_bytes: i
     all in their dtype in memory, which config.json then names. So an unchanged checkpoint is written back
     byte for byte, and trained weights are never rounded.
 
+    The host has the tensors of one file at a time. Several processes call this together: the first writes, and it
+    returns, or raises, in all of them.
+
     Args:
       directory: to be made; it may exist if it is empty.
       shard_bytes: weights beyond this size are spread over several files.
 
     Raises:
       FileExistsError: the directory holds something.
+      OSError: it cannot be written. Whatever the first process raises is an OSError in the others.
       ValueError: the parameters do not fit the config, or the config cannot be expressed in the files.
     """
     target = Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} exists and is not an empty directory; remove it or choose another")
-    leaves = {name: np.asarray(leaf) for name, leaf in flatten(model.params).items()}
-    dtypes = _export_dtypes(model, leaves)
+    draft = target.parent / f".{target.name}.{secrets.token_hex(4)}"
+
+    def check() -> None:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise FileExistsError(f"{target} exists and is not an empty directory; remove it or choose another")
+
+    in_first_process(check)
+    dtypes = _export_dtypes(model)
     original = None if model.origin is None else model.origin.files
     as_stored = model.origin is not None and dtypes == model.origin.dtypes
     files = write_config(model.config, model.tokenizer, original, None if as_stored else model.config.dtype)
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.parent / f".{target.name}.{secrets.token_hex(4)}"
-    draft.mkdir()
-    try:
+    def begin() -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft.mkdir()
         for name, content in files.items():
             (draft / name).write_bytes(content)
         if model.tokenizer is not None:
             model.tokenizer.save(draft)
-        _write_tensors(draft, leaves, model.config, dtypes, shard_bytes)
-        os.replace(draft, target)
+
+    try:
+        in_first_process(begin)
+        _write_tensors(draft, model, dtypes, shard_bytes)
+        in_first_process(lambda: os.replace(draft, target))
     except BaseException:
-        shutil.rmtree(draft)
+        shutil.rmtree(draft, ignore_errors=True)
         raise
 
 
 def write_skeleton(model: Model, directory: str | os.PathLike[str]) -> None:
-    """Write all of a checkpoint but its weights, which a run has in its own way: config.json and the tokenizer."""
+    """Write all of a checkpoint but its weights, which a run has in its own way: config.json and the tokenizer.
+
+    Several processes call this together, as ``export_hf``.
+    """
     original = None if model.origin is None else model.origin.files
-    directory = Path(directory)
-    for name, content in write_config(model.config, model.tokenizer, original, model.config.dtype).items():
-        (directory / name).write_bytes(content)
-    if model.tokenizer is not None:
-        model.tokenizer.save(directory)
+    files = write_config(model.config, model.tokenizer, original, model.config.dtype)
+
+    def write() -> None:
+        for name, content in files.items():
+            (Path(directory) / name).write_bytes(content)
+        if model.tokenizer is not None:
+            model.tokenizer.save(Path(directory))
+
+    in_first_process(write)
 
 
 # ---- Finding a checkpoint ----
@@ -281,7 +303,7 @@ def _check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
     """Raise ValueError unless the checkpoint has the tensors that ``config`` asks for, and no others."""
     if config.num_layers > len(tensors):
         raise ValueError(f"{CONFIG} has {config.num_layers} layers, and there are only {len(tensors)} tensors")
-    lines = {name: line for line in _table(config) for name in line.names(config)}
+    lines = {name: line for name, (line, _) in _places(config).items()}
     if missing := [name for name in lines if name not in tensors]:
         shape = list(_shape(lines[missing[0]].stored, config))
         raise ValueError(f"tensor {_and_more(missing)} is missing; {CONFIG} asks for it, with shape {shape}")
@@ -293,8 +315,7 @@ def _check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
             raise ValueError(f"tensor {name} is stored as {found.get_dtype()}; only {', '.join(DTYPES)} are supported")
     extra = sorted(tensors.keys() - lines.keys())
     if config.tie_word_embeddings and HEAD in extra:  # some writers store the head although it is tied
-        head, embedding = (tensors[name].get_tensor(name) for name in (HEAD, EMBEDDING))
-        if head.dtype != embedding.dtype or not np.array_equal(head.view(np.uint8), embedding.view(np.uint8)):
+        if not _equal(*(tensors[name].get_slice(name) for name in (HEAD, EMBEDDING))):
             raise ValueError(
                 f"tensor {HEAD} differs from {EMBEDDING}, but {CONFIG} says that they are one "
                 "(tie_word_embeddings); set it to false if the head is meant to be used"
@@ -302,6 +323,15 @@ def _check_tensors(tensors: Mapping[str, Any], config: ModelConfig) -> None:
         extra.remove(HEAD)
     if extra:
         raise ValueError(f"tensor {_and_more(extra)} has no place in the model that {CONFIG} describes")
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two stored tensors are the same, bit for bit. Every process reads both, some rows at a time."""
+    if (one.get_dtype(), one.get_shape()) != (other.get_dtype(), other.get_shape()):
+        return False
+    rows = one.get_shape()[0]
+    parts = (slice(start, min(start + 1024, rows)) for start in range(0, rows, 1024))
+    return all(one[part].tobytes() == other[part].tobytes() for part in parts)
 
 
 def check_divides(config: ModelConfig) -> None:
@@ -319,28 +349,52 @@ def check_divides(config: ModelConfig) -> None:
 
 
 def _read_params(tensors: Mapping[str, Any], config: ModelConfig) -> Params:
-    """The parameters: read tensor by tensor, and put on the devices parameter by parameter."""
-    leaves = {}
-    for line in _table(config):
-        names = line.names(config)
-        array = np.empty((len(names), *_shape(line.ours, config)), config.dtype)
-        for name, destination in zip(names, array, strict=True):
-            tensor = tensors[name].get_tensor(name)
-            if line.transposed:
-                _transpose(tensor, destination.reshape(tensor.shape[::-1]))
-            else:
-                destination[...] = tensor
-        array = array if line.stacked else array[0]
-        leaves[line.parameter] = jax.device_put(place(array, PartitionSpec(*PARAMETER_AXES[line.parameter])))
-    return unflatten(leaves)
+    """The parameters, each put on the devices before the next is read."""
+    return unflatten({line.parameter: _read_param(tensors, line, config) for line in _table(config)})
+
+
+def _read_param(tensors: Mapping[str, Any], line: Tensor, config: ModelConfig) -> jax.Array:
+    shape, mesh = _parameter_shape(line, config), jax.sharding.get_mesh()
+
+    @functools.cache  # several devices may hold the same part
+    def read(*bounds: tuple[int, int]) -> NDArray:
+        return _read_part(tensors, line, config, bounds)
+
+    def part(index: Any) -> NDArray:  # a slice of every dimension
+        return read(*(along.indices(size)[:2] for along, size in zip(index, shape, strict=True)))
+
+    if mesh.empty:
+        return jax.device_put(part((slice(None),) * len(shape)))
+    sharding = NamedSharding(mesh, PartitionSpec(*PARAMETER_AXES[line.parameter]))
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _read_part(
+    tensors: Mapping[str, Any], line: Tensor, config: ModelConfig, bounds: tuple[tuple[int, int], ...]
+) -> NDArray:
+    """What lies between ``bounds``, the start and end in every dimension of a parameter; nothing else is read."""
+    layers, bounds = (bounds[0], bounds[1:]) if line.stacked else ((0, 1), bounds)
+    ours = dict(zip(line.ours.split(), bounds, strict=True))
+    stored = []
+    for dimension in line.stored.split():  # of NH, heads are split, and each is whole
+        size = math.prod(_shape(dimension[1:], config))
+        stored.append(slice(*(bound * size for bound in ours[dimension[0]])))
+    array = np.empty([end - start for start, end in (layers, *bounds)], config.dtype)
+    for name, destination in zip(line.names(config)[slice(*layers)], array, strict=True):
+        tensor = tensors[name].get_slice(name)[tuple(stored)]
+        if line.transposed:
+            _transpose(tensor, destination.reshape(tensor.shape[::-1]))
+        else:
+            destination[...] = tensor
+    return array if line.stacked else array[0]
 
 
 # ---- Writing tensors ----
 
 
-def _export_dtypes(model: Model, leaves: Mapping[str, NDArray]) -> dict[str, str]:
+def _export_dtypes(model: Model) -> dict[str, str]:
     """Tensor name -> dtype, of every tensor to write; the rule stands at ``export_hf``."""
-    config = model.config
+    config, leaves = model.config, flatten(model.params)
     shapes = {line.parameter: _parameter_shape(line, config) for line in _table(config)}
     if wrong := sorted(leaves.keys() ^ shapes.keys()):
         verb = "have" if wrong[0] in leaves else "lack"
@@ -353,46 +407,39 @@ def _export_dtypes(model: Model, leaves: Mapping[str, NDArray]) -> dict[str, str
             )
 
     stored = {} if model.origin is None else dict(model.origin.dtypes)
-    arrays = _views(leaves, config, tied_head=HEAD in stored)
-    if stored.keys() == arrays.keys() and all(
-        _holds(DTYPES[stored[name]], array) for name, (array, _) in arrays.items()
+    places = _places(config, tied_head=HEAD in stored)
+    if stored.keys() == places.keys() and all(
+        DTYPES[stored[name]] == config.dtype or _holds(DTYPES[stored[name]], _fetch(leaves, *place))
+        for name, place in places.items()
     ):
         return stored
     in_memory = next(code for code, name in DTYPES.items() if name == config.dtype)
-    return dict.fromkeys(arrays, in_memory)
+    return dict.fromkeys(places, in_memory)
 
 
 def _holds(dtype: str, array: NDArray) -> bool:
-    """Whether ``dtype`` holds every value of ``array``, and is not the wider of the two."""
-    if array.dtype == dtype:
-        return True
+    """Whether the other ``dtype`` is narrower than that of ``array``, and holds its every value."""
+    # By numpy: XLA may leave out a cast there and back.
     if array.dtype != np.float32:
         return False
     with np.errstate(over="ignore"):
         return np.array_equal(array.astype(dtype).astype(np.float32), array, equal_nan=True)
 
 
-def _views(leaves: Mapping[str, NDArray], config: ModelConfig, tied_head: bool) -> dict[str, tuple[NDArray, Tensor]]:
-    """Tensor name -> its part of our parameters and its line of the table."""
-    views: dict[str, tuple[NDArray, Tensor]] = {}
-    for line in _table(config):
-        arrays = leaves[line.parameter] if line.stacked else leaves[line.parameter][None]
-        views |= {name: (array, line) for name, array in zip(line.names(config), arrays, strict=True)}
-    if config.tie_word_embeddings and tied_head:
-        views[HEAD] = views[EMBEDDING]
-    return views
+def _fetch(leaves: Mapping[str, jax.Array], line: Tensor, layer: int) -> NDArray:
+    """A tensor on the host, as it is in memory; all processes ask for the same ones in the same order."""
+    leaf = leaves[line.parameter]
+    return fetch(leaf[layer] if line.stacked else leaf.copy())  # an array itself would keep what was fetched
 
 
-def _write_tensors(
-    directory: Path,
-    leaves: Mapping[str, NDArray],
-    config: ModelConfig,
-    dtypes: Mapping[str, str],
-    shard_bytes: int,
-) -> None:
+def _write_tensors(directory: Path, model: Model, dtypes: Mapping[str, str], shard_bytes: int) -> None:
     """Write one file, or shards of at most ``shard_bytes`` (but one tensor at least) and their index."""
-    views = _views(leaves, config, tied_head=HEAD in dtypes)
-    sizes = {name: array.size * np.dtype(DTYPES[dtypes[name]]).itemsize for name, (array, _) in views.items()}
+    config, leaves = model.config, flatten(model.params)
+    places = _places(config, tied_head=HEAD in dtypes)
+    sizes = {
+        name: math.prod(_shape(line.stored, config)) * np.dtype(DTYPES[dtypes[name]]).itemsize
+        for name, (line, _) in places.items()
+    }
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -405,13 +452,21 @@ def _write_tensors(
     where: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: _as_stored(*views[name], config, DTYPES[dtypes[name]]) for name in names}
-        save_file(tensors, directory / file, metadata={"format": "pt"})  # transformers looks for this entry
-        (directory / file).chmod(directory.stat().st_mode & 0o666)  # safetensors makes them private to us
+        tensors = {}
+        for name in names:
+            array = _fetch(leaves, *places[name])
+            if jax.process_index() == 0:
+                tensors[name] = _as_stored(array, places[name][0], config, DTYPES[dtypes[name]])
+        in_first_process(functools.partial(_write_file, directory / file, tensors))
         where |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))}
-        (directory / INDEX).write_bytes(json_bytes(index))
+        in_first_process(lambda: (directory / INDEX).write_bytes(json_bytes(index)))
+
+
+def _write_file(path: Path, tensors: dict[str, NDArray]) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers looks for this entry
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes them private to us
 
 
 def _as_stored(array: NDArray, line: Tensor, config: ModelConfig, dtype: str) -> NDArray:
@@ -427,6 +482,14 @@ def _as_stored(array: NDArray, line: Tensor, config: ModelConfig, dtype: str) ->
 
 def _table(config: ModelConfig) -> list[Tensor]:
     return [line for line in TENSORS if line.name != HEAD or not config.tie_word_embeddings]
+
+
+def _places(config: ModelConfig, tied_head: bool = False) -> dict[str, tuple[Tensor, int]]:
+    """Tensor name -> its line of the table, and its layer."""
+    places = {name: (line, layer) for line in _table(config) for layer, name in enumerate(line.names(config))}
+    if config.tie_word_embeddings and tied_head:
+        places[HEAD] = places[EMBEDDING]
+    return places
 
 
 def _parameter_shape(line: Tensor, config: ModelConfig) -> tuple[int, ...]:

@@ -196,8 +196,8 @@ class Layer(nn.Module):
         B, T, *inputs = x.shape
         dtype = jnp.dtype(self.config.dtype)
         fan_in = math.prod(inputs)
-        weights = self.param(name, INITIAL, (*inputs, *outputs), dtype).astype(dtype)
         axes = PARAMETER_AXES[f"layers/{name}"][1:]
+        weights = self.param(name, INITIAL, (*inputs, *outputs), dtype, spec(*axes)).astype(dtype)
         adapter: Any = self.get_variable("adapters", name)
         if adapter is not None:
             down, up = (half.astype(dtype) for half in adapter)
@@ -242,7 +242,7 @@ class Transformer(nn.Module):
         """
         c = self.config
         dtype = jnp.dtype(c.dtype)
-        embedding = self.param("embedding", INITIAL, (c.vocab_size, c.hidden_size), dtype)
+        embedding = self.param("embedding", INITIAL, (c.vocab_size, c.hidden_size), dtype, spec(TENSOR, "fsdp"))
         hidden = look_up(embedding, tokens).astype(dtype)
         table = rotary_table(positions, c.head_dim, c.rope_theta)
         layer = Layer
@@ -263,7 +263,7 @@ class Transformer(nn.Module):
             equation, weights = "btd,vd->btv", embedding
         else:
             equation = "btd,dv->btv"
-            weights = self.param("head", INITIAL, (c.hidden_size, c.vocab_size), dtype)
+            weights = self.param("head", INITIAL, (c.hidden_size, c.vocab_size), dtype, spec("fsdp", TENSOR))
         if not head:
             return Output(hidden, keys, values)
         logits = einsum(
@@ -305,7 +305,7 @@ def apply(
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
-    """Random parameters."""
+    """Random parameters, the same on every mesh, and each made where it lies."""
     one = jnp.zeros((row_shards(), 1), jnp.int32, out_sharding=spec(ROWS, None))
     return Transformer(config).init(key, one, one, causal(1))["params"]
 

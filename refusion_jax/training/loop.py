@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from refusion_jax.data.dataset import Dataset, prepare
 from refusion_jax.data.pipeline import Batches, Layout
 from refusion_jax.data.sources import open_source
-from refusion_jax.distributed import Agreement, first_goes_first, is_first, meet
+from refusion_jax.distributed import Agreement, first_goes_first, in_first_process, is_first
 from refusion_jax.model import Model
 from refusion_jax.model.hf import export_hf, write_skeleton
 from refusion_jax.model.transformer import Params
@@ -236,14 +236,14 @@ def fresh_state(
 def export(model: Model, directory: Path) -> None:
     """Write the trained model, in the place of one that is there."""
     draft = directory.with_name(f".{directory.name}.new")
-    if is_first():
-        shutil.rmtree(draft, ignore_errors=True)
-    meet("export")
-    export_hf(model, draft)
-    if is_first():
+
+    def put() -> None:
         shutil.rmtree(directory, ignore_errors=True)
         draft.rename(directory)
-    meet("exported")
+
+    in_first_process(lambda: shutil.rmtree(draft, ignore_errors=True))
+    export_hf(model, draft)
+    in_first_process(put)
 
 
 # ---- Signals and profiles ----

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -50,6 +52,7 @@ def scaled(adapters: Params, lora: LoraConfig) -> Params:
     }
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def merge(params: Params, adapters: Params, lora: LoraConfig) -> Params:
     """The parameters with the adapters added to them, in the dtype of the parameters."""
     leaves = flatten(params)

@@ -11,8 +11,8 @@ from refusion_jax.config import ModelConfig
 from refusion_jax.model import Model
 from refusion_jax.model.hf import check_divides, directory_of, load
 from refusion_jax.model.tokenizer import Tokenizer
-from refusion_jax.model.transformer import Params, abstract_params, flatten, init, parameter_specs, unflatten
-from refusion_jax.sharding import has_mesh, place, reshard
+from refusion_jax.model.transformer import PARAMETER_AXES, Params, flatten, init, unflatten
+from refusion_jax.sharding import reshard
 from refusion_jax.training.config import StartConfig, TrainConfig
 
 ROWS_OF_VOCABULARY = 128
@@ -76,8 +76,7 @@ def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, config: StartConfig) -
 def random_params(config: ModelConfig, key: jax.Array) -> Params:
     """Random parameters, made in their places on the current mesh. Raises ValueError if it does not divide them."""
     check_divides(config)
-    shardings = parameter_specs(abstract_params(config)) if has_mesh() else None
-    return jax.jit(init, static_argnums=0, out_shardings=shardings)(config, key)
+    return jax.jit(init, static_argnums=0)(config, key)
 
 
 def load_tokenizer(source: str) -> Tokenizer:
@@ -112,16 +111,20 @@ def with_mask_token(model: Model, text: str) -> Model:
     if mask >= size:
         size = -(-(mask + 1) // ROWS_OF_VOCABULARY) * ROWS_OF_VOCABULARY
 
+    config = dataclasses.replace(config, vocab_size=size, num_tokens=len(tokenizer), mask_token_id=mask)
+    check_divides(config)
+
     def extended(rows: jax.Array) -> jax.Array:  # [V, D]
-        rows = reshard(rows)  # whole, on every device
+        rows = reshard(rows, None, "fsdp")  # all of the vocabulary, on every device
         mean = jnp.mean(rows[:tokens].astype(jnp.float32), axis=0).astype(rows.dtype)
         rows = jnp.pad(rows, ((0, size - len(rows)), (0, 0)))
-        return rows.at[mask].set(mean)
+        return jnp.where(jnp.arange(size)[:, None] == mask, mean, rows)
+
+    @jax.jit
+    def grown(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        rows = {name: extended(leaf.T).T if name == "head" else extended(leaf) for name, leaf in leaves.items()}
+        return {name: reshard(leaf, *PARAMETER_AXES[name]) for name, leaf in rows.items()}
 
     leaves = flatten(model.params)
-    leaves["embedding"] = extended(leaves["embedding"])
-    if "head" in leaves:
-        leaves["head"] = extended(leaves["head"].T).T
-    params = unflatten(leaves)
-    config = dataclasses.replace(config, vocab_size=size, num_tokens=len(tokenizer), mask_token_id=mask)
-    return dataclasses.replace(model, params=place(params, parameter_specs(params)), config=config, tokenizer=tokenizer)
+    leaves |= grown({name: leaves[name] for name in ("embedding", "head") if name in leaves})
+    return dataclasses.replace(model, params=unflatten(leaves), config=config, tokenizer=tokenizer)

@@ -130,4 +130,4 @@ def put_batch(batch: Batch) -> Batch:
 
 def all_parameters(trained: Params, frozen: Params | None, config: TrainConfig) -> Params:
     """The parameters of the model, adapters merged."""
-    return trained if frozen is None else jax.jit(lora.merge, static_argnums=2)(frozen, trained, config.lora)
+    return trained if frozen is None else lora.merge(frozen, trained, config.lora)
