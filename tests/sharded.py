@@ -117,9 +117,10 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def start(command: Sequence[object], directory: Path, devices: int = 1) -> subprocess.Popen[bytes]:
-    """Start a command of Python with as many virtual devices; what it says, ``said`` tells."""
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
+def start(command: Sequence[object], directory: Path, devices: int = 1, **settings: object) -> subprocess.Popen[bytes]:
+    """Start a command of Python, in an environment with ``settings``; what it says, ``said`` tells."""
+    settings |= {"JAX_NUM_CPU_DEVICES": devices, "PYTHONPATH": ROOT}
+    environment = os.environ | {name: str(value) for name, value in settings.items()}
     number = len(list(directory.glob("said-*")))
     with open(directory / f"said-{number}", "wb") as file:
         process = subprocess.Popen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import time
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from refusion_jax.corrupt import left_to_right
 from refusion_jax.data.pipeline import Layout
-from refusion_jax.distributed import DistributedConfig
+from refusion_jax.distributed import DistributedConfig, join
 from refusion_jax.training.checkpoint import Checkpoints
 from tests import sharded
 from tests.sharded import ROOT, free_port, in_processes, manual, on_mesh, said, start, wait
@@ -225,6 +226,62 @@ def test_a_wrong_address_is_told(tmp_path: Path) -> None:
     process = start([ROOT / "decode.py", *manual(2, 1, port, "--startup-timeout", 5)], tmp_path)
     assert wait([process], 60) == [2], said(process)
     assert f"error: the coordinator localhost:{port} did not answer within 5 s" in said(process)
+
+
+@pytest.mark.slow
+def test_processes_with_other_options_are_refused(tmp_path: Path) -> None:
+    """And none of them waits for an answer that cannot come."""
+    port = free_port()
+    processes = [
+        start(
+            [ROOT / "decode.py", *manual(2, number, port, "--mesh.data", 2, "--max-new-tokens", 8 + number)], tmp_path
+        )
+        for number in range(2)
+    ]
+    assert wait(processes, 60) == [2, 2], "\n".join(map(said, processes))
+    for process in processes:
+        assert "error: process 1 was given prompts or options other than those of process 0" in said(process)
+
+
+@pytest.mark.slow
+def test_a_mesh_that_leaves_a_process_out_is_refused(tmp_path: Path) -> None:
+    port = free_port()
+    processes = [start([ROOT / "decode.py", *manual(2, number, port)], tmp_path) for number in range(2)]
+    assert wait(processes, 60) == [2, 2], "\n".join(map(said, processes))
+    sentence = (
+        "error: a mesh of data=1, fsdp=1, tensor=1 has 1 of the 2 devices of 2 processes; all of them must take part"
+    )
+    assert all(sentence in said(process) for process in processes)
+
+
+@pytest.mark.slow
+def test_slurm_says_who_is_there(tmp_path: Path) -> None:
+    job = free_port()
+    program = (
+        "from refusion_jax.distributed import *; join(DistributedConfig('slurm', startup_timeout=60)); meet('end')"
+    )
+    processes = [
+        start(
+            ["-c", program],
+            tmp_path,
+            SLURM_JOB_ID=job,
+            SLURM_STEP_NODELIST="localhost",
+            SLURM_NTASKS=2,
+            SLURM_PROCID=number,
+            SLURM_LOCALID=number,
+        )
+        for number in range(2)
+    ]
+    assert wait(processes, 60) == [0, 0], "\n".join(map(said, processes))
+    for number, process in enumerate(processes):
+        assert f"process {number} of 2: 1 of 2 devices (cpu)" in said(process)
+
+
+def test_no_launcher_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(ValueError, match="--distributed slurm: no such launcher is around this process"):
+        join(DistributedConfig("slurm"))
 
 
 @pytest.mark.parametrize(
