@@ -25,6 +25,7 @@ from refusion_jax.cli import decode as command
 from refusion_jax.cli.output import write_output
 from refusion_jax.data import worksheet
 from refusion_jax.decoding.batch import Usage
+from refusion_jax.distributed import DistributedConfig
 from refusion_jax.presets import PRESETS
 from tests.twins import exact
 
@@ -380,8 +381,9 @@ def test_help_names_every_option_and_setting(
         call("--help")
     assert end.value.code == 0
     text = capsys.readouterr().out
-    names = [field.name for kind in (command.Options, rf.DecodeConfig) for field in dataclasses.fields(kind)]
-    names.remove("decoding")
+    kinds = (command.Options, rf.DecodeConfig, DistributedConfig)
+    names = [field.name for kind in kinds for field in dataclasses.fields(kind)]
+    names = [name for name in names if name not in ("decoding", "processes")]
     assert [name for name in names if f"--{name.replace('_', '-')}" not in text] == []
     assert "REFUSION_JAX_CACHE" in text and "XDG_CACHE_HOME" in text
     assert max(map(len, text.splitlines())) <= 112
