@@ -180,9 +180,11 @@ def test_train_on_two_kill_one_resume_on_one_decode_on_two(
     until_step(tmp_path / "run", 6, processes)
     processes[1].kill()
     killed = time.monotonic()
-    assert wait(processes, 60) == [1, -signal.SIGKILL], said(processes[0])
+    codes = wait(processes, 60)
     assert time.monotonic() - killed < 30
-    assert "error: process 0 of 2 cannot go on" in said(processes[0])
+    # A closed connection, a checkpoint that cannot be written together, or JAX's own abort: whatever comes first.
+    assert codes in ([1, -signal.SIGKILL], [-signal.SIGABRT, -signal.SIGKILL]), said(processes[0])
+    assert re.search("error: |another task died", said(processes[0]))
 
     alone = train(config, tmp_path, [])
     assert wait([alone], 180) == [0]
