@@ -7,8 +7,8 @@ explicit, so an array that drifts to another layout in a loop is an error while 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,24 +21,41 @@ TENSOR = "tensor"
 Axes = tuple[Any, ...]  # of each dimension of an array: a mesh axis, several, or None
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
-    """A mesh of data x fsdp x tensor devices with explicit axes (ValueError if it cannot be made)."""
+def make_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
+    """A mesh of data x fsdp x tensor devices with explicit axes (ValueError if it cannot be made).
+
+    ``devices`` are those of this job, if None.
+    """
     sizes = (data, fsdp, tensor)
     if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise ValueError(
             f"a mesh of data={data!r}, fsdp={fsdp!r}, tensor={tensor!r}: each must be an integer, at least 1"
         )
-    if data * fsdp * tensor > jax.device_count():
+    there = jax.device_count() if devices is None else len(devices)
+    if data * fsdp * tensor > there:
         raise ValueError(
             f"a mesh of data={data}, fsdp={fsdp}, tensor={tensor} needs {data * fsdp * tensor} devices, and there are "
-            f"{jax.device_count()}"
+            f"{there}"
         )
-    return jax.make_mesh((data, fsdp, tensor), AXES, (AxisType.Explicit,) * 3)
+    return jax.make_mesh((data, fsdp, tensor), AXES, (AxisType.Explicit,) * 3, devices=devices)
 
 
 def has_mesh() -> bool:
     """Whether a mesh is current."""
     return not jax.sharding.get_abstract_mesh().empty
+
+
+def platform() -> str:
+    """The platform that programs are compiled for: "cpu", "gpu", "tpu". With a mesh, that of its devices."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def usual_dtype() -> Literal["float32", "bfloat16"]:
+    """What dtype="auto" stands for: bfloat16 on accelerators and float32 on CPU."""
+    return "float32" if platform() == "cpu" else "bfloat16"
 
 
 def check_mesh(params: Any) -> None:
@@ -119,3 +136,15 @@ def place(tree: Any, specs: Any) -> Any:
     if mesh.empty:
         return tree
     return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
+
+
+def on_mesh(shapes: Any, specs: Any) -> Any:
+    """Abstract arrays that lie on the current mesh, if there is one, by ``specs``, a tree of PartitionSpec."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return shapes
+
+    def placed(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(placed, shapes, specs)
