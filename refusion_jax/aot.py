@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
-from refusion_jax.chips import Chip, slice_of
+from refusion_jax.chips import SLICES, Chip, slice_of
 from refusion_jax.config import DecodeConfig, ModelConfig
 from refusion_jax.counts import COLLECTIVES, collectives, operations
 from refusion_jax.decoding import engine
@@ -56,6 +56,9 @@ class Sizes(NamedTuple):
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+
+
+ONE = Sizes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +178,7 @@ def decoding(
     rows: int,
     capacity: int,
     dtype: str = "auto",
-    mesh: Sizes = Sizes(),
+    mesh: Sizes = ONE,
 ) -> Report:
     """The loop of decoding, and what admits prompts to it: ``rows`` together, of ``capacity`` positions each.
 
@@ -221,7 +224,7 @@ def mesh_for(topology: str, asked: Sizes, usual: Sizes) -> Sizes:
     _, chips = slice_of(topology)
     if math.prod(asked) == chips:
         return asked
-    if asked == Sizes():
+    if asked == ONE:
         return usual
     raise ValueError(
         f"a mesh of data={asked.data}, fsdp={asked.fsdp}, tensor={asked.tensor} is for {math.prod(asked)} chips, and "
@@ -253,7 +256,8 @@ def mesh_of_chips(topology: str, sizes: Sizes) -> Iterator[None]:
     """A mesh of the chips of a topology, current. Raises ValueError."""
     check_compiler()
     try:
-        chips = topologies.get_topology_desc(topology, "tpu").devices
+        mode = SLICES[topology.partition(":")[0]].mode
+        chips = topologies.get_topology_desc(topology, "tpu", chip_config_name=mode).devices
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"the TPU compiler knows no topology {topology!r}: {error}") from error
     with jax.set_mesh(make_mesh(*sizes, devices=chips)):

@@ -56,6 +56,7 @@ class Slices(NamedTuple):
 
     kind: str  # of its chips, in CHIPS
     shapes: tuple[str, ...]  # how the chips of a slice are linked, the smallest first; there may be more
+    mode: str = "default"  # in which a chip is one device, as the TPU compiler calls it
 
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -63,7 +64,7 @@ _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"
 
 # From the pages that are the sources of their chips.
 SLICES = {
-    "v4": Slices("TPU v4", _CUBES),
+    "v4": Slices("TPU v4", _CUBES, "megacore"),
     "v5e": Slices("TPU v5 lite", _FLAT),
     "v5p": Slices("TPU v5p", _CUBES),
     "v6e": Slices("TPU v6 lite", _FLAT),
@@ -76,7 +77,7 @@ def slice_of(topology: str) -> tuple[Chip, int]:
     if name not in SLICES:
         known = ", ".join(f"{name}:{slices.shapes[-1]}" for name, slices in SLICES.items())
         raise ValueError(f"there is no topology {topology!r}: give a TPU and how its chips are linked, such as {known}")
-    kind, shapes = SLICES[name]
+    kind, shapes, _ = SLICES[name]
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", shape) or shape.count("x") != shapes[0].count("x"):
         raise ValueError(f"there is no topology {topology!r}: {name} comes as {', '.join(shapes)}")
     return CHIPS[kind], math.prod(map(int, shape.split("x")))

@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -47,46 +47,86 @@ def _inner(params: dict[str, Any]) -> Iterator[Any]:
 # ---- Bytes ----
 
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) .*\{$")
-INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?[\w.-]+ = (.+?) ([a-z][\w-]*)\((.*)")
-CALLED = re.compile(r"(?:body|condition|calls|to_apply)=%?([\w.-]+)")
+INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.+?) ([a-z][\w-]*)\((.*)")
+CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.-]+)")
 BRANCHES = re.compile(r"(?:branch_computations=\{|(?:true|false)_computation=)(.*?)(?:[},]|$)")
+LOOP = re.compile(r"condition=%?([\w.-]+), body=%?([\w.-]+)")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
-def collectives(text: str) -> dict[str, int]:
-    """Bytes of the results of collectives on one device, by kind, of a compiled program's text (HLO).
+class Instruction(NamedTuple):
+    """A line of a compiled program."""
 
-    A loop counts as often as it runs where that is known, else once; of the branches of a conditional the one counts
-    that moves most. Asynchronous ones count where they are done.
+    name: str
+    types: str  # of its results
+    operation: str
+    rest: str  # operands and attributes
+
+
+class Moved(NamedTuple):
+    """What a collective moves."""
+
+    kind: str
+    size: int  # bytes
+
+
+def collectives(text: str) -> dict[str, int]:
+    """Bytes that collectives bring together on one device, by kind, of a compiled program's text (HLO).
+
+    Those are the bytes of their results and, of a reduce-scatter, of its operands. A loop counts as often as it runs
+    where the text tells, else once; of the branches of a conditional the one counts that moves most. Parts of one
+    asynchronous collective, which share its channel, count once.
     """
-    computations: defaultdict[str, list[tuple[str, str, str]]] = defaultdict(list)
+    computations: defaultdict[str, list[Instruction]] = defaultdict(list)
     entry = name = ""
     for line in text.splitlines():
         if head := COMPUTATION.match(line):
             name = head[2]
             entry = name if head[1] else entry
-        elif instruction := INSTRUCTION.match(line):
-            types, operation, rest = instruction.groups()
-            computations[name].append((types, operation, rest))
-    known: dict[str, Counter[str]] = {}
+        elif found := INSTRUCTION.match(line):
+            computations[name].append(Instruction(*found.groups()))
+    types = {one.name: one.types for instructions in computations.values() for one in instructions}
+    known: dict[str, dict[str, Moved]] = {}
 
-    def of(name: str) -> Counter[str]:
+    def of(name: str) -> dict[str, Moved]:
+        """By channel."""
         if name not in known:
-            known[name] = sum((of_one(*instruction) for instruction in computations[name]), Counter())
+            known[name] = {}
+            for instruction in computations[name]:
+                known[name] |= of_one(instruction)
         return known[name]
 
-    def of_one(types: str, operation: str, rest: str) -> Counter[str]:
-        if operation.removesuffix("-done") in COLLECTIVES:
-            return Counter({operation.removesuffix("-done"): size_of(types)})
-        if operation in ("async-update", "async-done"):  # named by async-start
-            return Counter()
-        if branches := BRANCHES.search(rest):
-            return max((of(branch.strip(" %")) for branch in branches[1].split(",")), key=Counter.total)
-        trips = TRIPS.search(rest)
-        inner = sum((of(called) for called in CALLED.findall(rest)), Counter())
-        return Counter({kind: moved * int(trips[1] if trips else 1) for kind, moved in inner.items()})
+    def of_one(one: Instruction) -> dict[str, Moved]:
+        kind = one.operation.removesuffix("-done")
+        if kind in COLLECTIVES:
+            channel = re.search(r"channel_id=(\d+)", one.rest)
+            sides = [one.types]
+            if kind == "reduce-scatter":
+                sides = [types.get(operand, "") for operand in re.findall(r"%([\w.-]+)", one.rest.partition(")")[0])]
+            return {channel[1] if channel else one.name: Moved(kind, sum(map(size_of, sides)))}
+        if one.operation in ("async-update", "async-done"):  # named by async-start
+            return {}
+        if branches := BRANCHES.findall(one.rest):
+            names = [name.strip(" %") for listed in branches for name in listed.split(",")]
+            return max(map(of, names), key=lambda moved: sum(size for _, size in moved.values()))
+        if loop := LOOP.search(one.rest):
+            times = trips(one, computations[loop[1]])
+            return {channel: Moved(kind, size * times) for channel, (kind, size) in of(loop[2]).items()}
+        return {channel: moved for name in CALLED.findall(one.rest) for channel, moved in of(name).items()}
 
-    return dict(of(entry))
+    total: Counter[str] = Counter()
+    for kind, size in of(entry).values():
+        total[kind] += size
+    return dict(total)
+
+
+def trips(loop: Instruction, condition: list[Instruction]) -> int:
+    """How often a loop runs: as it says, or the one number that its condition compares with; 1 if nothing tells."""
+    if said := TRIPS.search(loop.rest):
+        return int(said[1])
+    numbers = [one.rest.partition(")")[0] for one in condition if one.operation == "constant"]
+    compared = [one for one in condition if one.operation == "compare" and "direction=LT" in one.rest]
+    return int(numbers[0]) if len(numbers) == len(compared) == 1 and len(condition) == 4 else 1
 
 
 def size_of(types: str) -> int:

@@ -48,8 +48,8 @@ class Options:
     config: Annotated[str | None, arg(metavar="FILE.py")] = None
     """Settings to start from."""
     aot: Annotated[str | None, arg(metavar="TPU:SHAPE", help_behavior_hint="")] = None
-    """Train nothing: compile a step for these chips, such as v5e:16x16, without having them, and say what it takes. A mesh
-    of 1 x 1 x 1 is then fsdp over all of them."""
+    """Train nothing: compile a step for these chips, such as v5e:16x16, without having them, and say what it takes.
+    Where no mesh is given, it is fsdp over all of them."""
     settings: Annotated[TrainConfig, arg(name="")] = NOTHING
 
 
