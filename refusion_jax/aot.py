@@ -358,7 +358,8 @@ def _prepare(output: str) -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no TPU to ask about, and none to keep from others
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # a TPU's programs cannot be read back without it
 

@@ -49,7 +49,7 @@ def _inner(params: dict[str, Any]) -> Iterator[Any]:
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) .*\{$")
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.+?) ([a-z][\w-]*)\((.*)")
 CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.-]+)")
-BRANCHES = re.compile(r"(?:branch_computations=\{|(?:true|false)_computation=)(.*?)(?:[},]|$)")
+BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|true_computation=(.*?), false_computation=([^,]*))")
 LOOP = re.compile(r"condition=%?([\w.-]+), body=%?([\w.-]+)")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
@@ -106,9 +106,10 @@ def collectives(text: str) -> dict[str, int]:
             return {channel[1] if channel else one.name: Moved(kind, sum(map(size_of, sides)))}
         if one.operation in ("async-update", "async-done"):  # named by async-start
             return {}
-        if branches := BRANCHES.findall(one.rest):
-            names = [name.strip(" %") for listed in branches for name in listed.split(",")]
-            return max(map(of, names), key=lambda moved: sum(size for _, size in moved.values()))
+        if branches := BRANCHES.search(one.rest):
+            names = ",".join(filter(None, branches.groups())).split(",")
+            moved = [of(name.strip(" %")) for name in names]
+            return max(moved, key=lambda moved: sum(size for _, size in moved.values()))
         if loop := LOOP.search(one.rest):
             times = trips(one, computations[loop[1]])
             return {channel: Moved(kind, size * times) for channel, (kind, size) in of(loop[2]).items()}

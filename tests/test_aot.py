@@ -216,12 +216,13 @@ def test_programs_are_made_for_the_devices_of_the_mesh() -> None:
 
 
 def report(temporaries: int) -> aot.Report:
+    """Of 2 GiB of arguments, and results of 1 GiB, half of which take the place of arguments."""
     program = aot.Program("step", 2 * aot.GIB, aot.GIB, aot.GIB // 2, temporaries, 0, 1e12, 60.0, HLO)
     return aot.Report("a step", "v5e:2x4", aot.Sizes(fsdp=8), (program,), ("more chips", "--lora.rank 16"))
 
 
 def test_a_verdict_has_both_sizes_and_what_would_help() -> None:
-    """16 GB are 14.9 GiB; arguments of 2, and results of 1 of which half take the place of arguments."""
+    """16 GB are 14.9 GiB."""
     assert report(4 * aot.GIB).verdict == "fits: 6.5 of 14.9 GiB a chip"
     too_large = report(14 * aot.GIB).verdict
     assert too_large == "does not fit: 16.5 of 14.9 GiB a chip; use more chips, or --lora.rank 16"
@@ -235,10 +236,10 @@ def test_the_exit_code_says_whether_it_fits(
     monkeypatch.setattr(aot, "apart", lambda *args, **options: report(temporaries * aot.GIB))
     assert train.main(["--config", RECIPE, "--aot", "v5e:2x4"]) == code
     assert decode.main(["--model", RECIPE, "--aot", "v5e:2x4"]) == code
-    output = capsys.readouterr().out
-    assert f"temporaries              {temporaries}.000 GiB" in output
-    assert "operations                 1.000 T" in output
-    assert "at the published peak      5.08 ms" in output  # of 197 T a second
+    output = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["temporaries", f"{temporaries}.000", "GiB"] in output
+    assert ["operations", "1.000", "T"] in output
+    assert ["at", "the", "published", "peak", "5.08", "ms"] in output  # 10^12 of 197 x 10^12 a second
 
 
 # ---- Compiled for TPUs ----
