@@ -73,7 +73,7 @@ class Program:
     code: int  # bytes
     operations: float  # of a step
     seconds: float  # of compiling
-    text: str = dataclasses.field(repr=False)  # HLO; empty if the compiler found no room
+    text: str = dataclasses.field(repr=False)  # HLO; empty if there is no room, or if jax cannot read this libtpu's
 
     @property
     def total(self) -> int:
@@ -314,6 +314,10 @@ def compiled(name: str, function: Any, *args: Any, **options: Any) -> Program:
         used = int(float(found[1]) * UNITS[found[2]])
         return Program(name, arguments, 0, 0, used - arguments, 0, work, time.perf_counter() - start, "")
     seconds = time.perf_counter() - start
+    try:
+        text = program.as_text()
+    except jax.errors.JaxRuntimeError:  # a libtpu newer than the one that this jax asks for
+        text = ""
     memory = program.memory_analysis()
     return Program(
         name,
@@ -324,7 +328,7 @@ def compiled(name: str, function: Any, *args: Any, **options: Any) -> Program:
         code=memory.generated_code_size_in_bytes,
         operations=work,
         seconds=seconds,
-        text=program.as_text(),
+        text=text,
     )
 
 
@@ -402,6 +406,8 @@ def show(report: Report, console: Console) -> None:
             add(kind, lambda p, kind=kind: _gib(p.collectives.get(kind, 0)))
     add("compiled in", lambda p: f"{p.seconds:,.0f} s  ")
     console.print(table)
+    if not any(program.text for program in report.programs):
+        console.print("what collectives move is not known: there is no program, or jax cannot read this libtpu's")
     console.print(f"\n{report.verdict}", highlight=False, soft_wrap=True)
 
 
