@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +144,8 @@ def training(config: TrainConfig, topology: str) -> Report:
         adapted = config.lora if config.lora.rank else None
         trained = abstract_trained(shape, adapted)
         adamw = optimizer.make(config.optimizer, config.train.steps or 1000)  # a number in the program, whatever it is
-        state = abstract(TrainState(jax.ShapeDtypeStruct((), jnp.int32), trained, jax.eval_shape(adamw.init, trained)))
+        number = jax.eval_shape(lambda: jnp.int32(0))
+        state = abstract(TrainState(number, trained, jax.eval_shape(adamw.init, trained)))
         frozen = None if adapted is None else abstract_model(shape)
         pieces, R, T = config.train.accumulate, row_shards(), config.data.max_length
         batch = jax.tree.map(
@@ -177,7 +178,7 @@ def decoding(
     *,
     rows: int,
     capacity: int,
-    dtype: str = "auto",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     mesh: Sizes = ONE,
 ) -> Report:
     """The loop of decoding, and what admits prompts to it: ``rows`` together, of ``capacity`` positions each.
@@ -403,7 +404,7 @@ def show(report: Report, console: Console) -> None:
     add("at the published peak", lambda p: f"{p.operations / report.chip.bfloat16 * 1e3:,.2f} ms ")
     for kind in COLLECTIVES:
         if any(kind in program.collectives for program in report.programs):
-            add(kind, lambda p, kind=kind: _gib(p.collectives.get(kind, 0)))
+            table.add_row(kind, *(_gib(program.collectives.get(kind, 0)) for program in report.programs))
     add("compiled in", lambda p: f"{p.seconds:,.0f} s  ")
     console.print(table)
     if not any(program.text for program in report.programs):

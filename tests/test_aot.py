@@ -272,26 +272,29 @@ def test_the_decoding_loop_of_8b_on_eight_chips_leaves_the_cache_where_it_is() -
 @pytest.mark.slow
 @needs_compiler
 def test_a_step_of_8b_on_256_chips_takes_what_its_parts_take() -> None:
-    """8.2 billion parameters and their two moments in float32, a 256th on a chip; what layers save: 36 x 4096 x 4096
-    halves; and the scores of 4,096 tokens, once as numbers and once as halves. In all 6.6 GiB at most."""
+    """8.2 billion parameters and their two moments in float32, of matrices a 256th on a chip, and what a row of 4,096
+    tokens takes: in all 6.6 GiB at most."""
     report = aot.apart(aot.training, recipe(), "v5e:16x16")
     (step,) = report.programs
-    parameters = 36 * (2 * 4096 * 40 * 128 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128) + 2 * 4096 * 151936 + 4096
-    assert step.arguments == pytest.approx(12 * parameters / 256, rel=0.01)
+    matrices = 36 * (2 * 4096 * 40 * 128 + 3 * 4096 * 12288) + 2 * 4096 * 151936
+    norms = 36 * (2 * 4096 + 2 * 128) + 4096
+    assert step.arguments == pytest.approx(12 * (matrices / 256 + norms), rel=0.005)
     assert step.outputs - step.aliased < 2**20
     assert step.total <= 6.6 * aot.GIB
     # A token is multiplied with every matrix forward, forward again in the backward pass but for the last of a layer,
     # and twice backward; attention of 32 heads is two products of 4,096 tokens.
     head, last = 4096 * 151936, 36 * 4096 * 12288
-    products = parameters - head + 36 * 2 * 32 * 128 * 4096
+    products = matrices - head + 36 * 2 * 32 * 128 * 4096
     assert step.operations == pytest.approx(4096 * 2 * (4 * products - last), rel=0.01)
     assert report.fits
 
 
 @pytest.mark.slow
 @needs_compiler
-def test_what_does_not_fit_is_a_verdict(capfd: pytest.CaptureFixture[str]) -> None:
-    """All of 8B and its optimizer on four chips: 98 GB and what is computed, of 64."""
-    assert train.main(["--config", RECIPE, "--aot", "v5e:2x2"]) == 1
+def test_what_the_compiler_refuses_is_a_verdict(capfd: pytest.CaptureFixture[str]) -> None:
+    """The matrices of 8B in float32 are 28 GiB, and a chip has 15."""
+    settings = ["--dtype", "float32", "--method", "ar", "--batch-size", "1", "--aot-capacity", "512"]
+    assert decode.main(["--model", RECIPE, "--aot", "v5e:1x1", *settings]) == 1
     output = capfd.readouterr().out
-    assert re.search(r"^does not fit: \d+\.\d of 14\.9 GiB a chip; use more chips, --lora.rank 16", output, re.M)
+    found = re.search(r"^does not fit: (\d+\.\d) of 14\.9 GiB a chip; use more chips, or ", output, re.M)
+    assert found and float(found[1]) > 28, output
