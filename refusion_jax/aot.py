@@ -293,14 +293,15 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-NO_ROOM = re.compile(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm")
+NO_ROOM = re.compile(r"(?:Used |memory required for HLO temporaries \()([\d.]+)([KMG])")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def compiled(name: str, function: Any, *args: Any, **options: Any) -> Program:
     """The program of a jitted function on the current mesh.
 
-    If the compiler finds no room for it, it says how much it would take; all beyond the arguments counts as temporary.
+    If the compiler finds no room for it, it says how much it would take at least; all beyond the arguments counts as
+    temporary.
     """
     traced = function.trace(*args, **options)
     work = operations(traced.jaxpr) / jax.sharding.get_mesh().size
@@ -313,7 +314,7 @@ def compiled(name: str, function: Any, *args: Any, **options: Any) -> Program:
         leaves = jax.tree.leaves((args, options))
         arguments = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves if _is_array(x))
         used = int(float(found[1]) * UNITS[found[2]])
-        return Program(name, arguments, 0, 0, used - arguments, 0, work, time.perf_counter() - start, "")
+        return Program(name, arguments, 0, 0, max(used - arguments, 0), 0, work, time.perf_counter() - start, "")
     seconds = time.perf_counter() - start
     try:
         text = program.as_text()
