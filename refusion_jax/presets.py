@@ -57,6 +57,8 @@ def _qwen3(hidden_size: int, intermediate_size: int, num_layers: int, num_heads:
 
 SHAPES = {
     "qwen3_0_6b": _qwen3(1_024, 3_072, 28, 16, tied=True),
+    "qwen3_1_7b": _qwen3(2_048, 6_144, 28, 16, tied=True),
+    "qwen3_4b": _qwen3(2_560, 9_728, 36, 32, tied=True),
     "qwen3_8b": _qwen3(4_096, 12_288, 36, 32, tied=False),
 }
-"""Shapes of published models (config.json of Qwen/Qwen3-0.6B and Qwen/Qwen3-8B)."""
+"""Shapes of published models (config.json of Qwen/Qwen3-0.6B, -1.7B, -4B and -8B)."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -52,17 +52,23 @@ class MeshConfig:
         return f"a mesh of data={self.data!r}, fsdp={self.fsdp!r}, tensor={self.tensor!r}"
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
-    """A mesh of data x fsdp x tensor devices with explicit axes (ValueError if it cannot be made)."""
+def make_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
+    """A mesh of data x fsdp x tensor devices with explicit axes (ValueError if it cannot be made).
+
+    ``devices`` are those of this job, if None.
+    """
     config = MeshConfig(data, fsdp, tensor)
-    if config.devices > jax.device_count():
-        raise ValueError(f"{config.text} needs {config.devices} devices, and there are {jax.device_count()}")
-    if jax.process_count() > 1 and config.devices < jax.device_count():
+    there = jax.device_count() if devices is None else len(devices)
+    if config.devices > there:
+        raise ValueError(f"{config.text} needs {config.devices} devices, and there are {there}")
+    if devices is None and jax.process_count() > 1 and config.devices < there:
         raise ValueError(
-            f"{config.text} has {config.devices} of the {jax.device_count()} devices of {jax.process_count()} "
-            "processes; all of them must take part"
+            f"{config.text} has {config.devices} of the {there} devices of {jax.process_count()} processes; all of "
+            "them must take part"
         )
-    return jax.make_mesh((data, fsdp, tensor), AXES, (AxisType.Explicit,) * 3)
+    return jax.make_mesh((data, fsdp, tensor), AXES, (AxisType.Explicit,) * 3, devices=devices)
 
 
 def use_mesh(config: MeshConfig) -> contextlib.AbstractContextManager[object]:
@@ -75,6 +81,17 @@ def use_mesh(config: MeshConfig) -> contextlib.AbstractContextManager[object]:
 def has_mesh() -> bool:
     """Whether a mesh is current."""
     return not jax.sharding.get_abstract_mesh().empty
+
+
+def platform() -> str:
+    """The platform that programs are compiled for: "cpu", "gpu", "tpu". With a mesh, that of its devices."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def usual_dtype() -> Literal["float32", "bfloat16"]:
+    """What dtype="auto" stands for: bfloat16 on accelerators and float32 on CPU."""
+    return "float32" if platform() == "cpu" else "bfloat16"
 
 
 def check_mesh(params: Any) -> None:
@@ -191,3 +208,15 @@ def fetch(tree: Any) -> Any:
 @functools.cache
 def _replicate(mesh: jax.sharding.Mesh) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def on_mesh(shapes: Any, specs: Any) -> Any:
+    """Abstract arrays that lie on the current mesh, if there is one, by ``specs``, a tree of PartitionSpec."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return shapes
+
+    def placed(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(placed, shapes, specs)

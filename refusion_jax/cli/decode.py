@@ -27,7 +27,7 @@ from refusion_jax.cli.output import STDOUT, check_output, write_output
 from refusion_jax.cli.process import company, devices, fail, keep_compiled_programs, warnings_in_one_line
 from refusion_jax.cli.prompts import Line, read_prompts
 from refusion_jax.cli.resume import Finished, Key, digest, partial
-from refusion_jax.config import DecodeConfig
+from refusion_jax.config import DecodeConfig, ModelConfig
 from refusion_jax.decoding.batch import Usage
 from refusion_jax.decoding.generate import Generation, Job, decode, prepare
 from refusion_jax.decoding.methods import method_of
@@ -64,7 +64,8 @@ class Options:
       with --logprobs also logprobs, with --trace also trace and commit_order.
       It is written when everything is decoded, whole or not at all. A summary goes to stderr.
 
-    Exit code: 0; 2 for what you can mend, which is said in one sentence; 130 for Ctrl-C.
+    Exit code: 0; 2 for what you can mend, which is said in one sentence; 130 for Ctrl-C. With --aot 0 if it fits and 1
+    if it does not.
 
     Compiled programs are kept from run to run, and compiling is most of what a short run takes:
       in ~/.cache/refusion_jax/jax (in XDG_CACHE_HOME instead of ~/.cache if that is set), or
@@ -91,13 +92,19 @@ class Options:
     resume: Annotated[FlagCreatePairsOff[bool], arg(help_behavior_hint="")] = False
     """Keep finished answers in OUTPUT.partial until all are there, and go on from those that an interrupted run left;
     they are found by their ids."""
+    aot: Annotated[str | None, arg(metavar="TPU:SHAPE", help_behavior_hint="")] = None
+    """Decode nothing: compile for these chips, such as v5e:2x4, without having them, and say what it takes. --model may
+    be a Python file of training settings that has model.shape."""
+    aot_capacity: int = 2048
+    """With --aot: positions of a row, prompt and answer."""
     decoding: Annotated[DecodeConfig, arg(name="")] = dataclasses.field(default_factory=DecodeConfig)
     mesh: MeshConfig = MeshConfig()
     processes: Annotated[DistributedConfig, arg(name="")] = DistributedConfig()
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size} must be at least 1")
+        for name in ("batch_size", "aot_capacity"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +118,7 @@ def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else args
     try:
         with warnings_in_one_line(), company():
-            run(args)
-        return 0
+            return run(args)
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return fail(2)
@@ -126,9 +132,11 @@ def main(args: Sequence[str] | None = None) -> int:
         return 1
 
 
-def run(args: Sequence[str]) -> None:
+def run(args: Sequence[str]) -> int:
     """What may be wrong is looked at first, the cheapest before the dearest: options, files, model, prompts."""
     options = parse_options(args)
+    if options.aot is not None:
+        return ahead_of_time(options, options.aot)
     name, file = open_prompts(options.prompts, may_be_piped=bool(args) and options.processes.distributed == "off")
     with file:
         content = file.read()
@@ -140,6 +148,7 @@ def run(args: Sequence[str]) -> None:
     with mesh:
         check_alike(content, options)
         decode_all(options, lines, name)
+    return 0
 
 
 def decode_all(options: Options, lines: Sequence[Line], name: str) -> None:
@@ -178,6 +187,37 @@ def check_alike(content: bytes, options: Options) -> None:
         check_same("prompts or options", hashlib.sha256(content + repr(own).encode()).digest())
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def ahead_of_time(options: Options, topology: str) -> int:
+    """What decoding takes on the chips of ``topology``. Returns the exit code. Raises UserError."""
+    from refusion_jax import aot
+
+    model = str(ASSETS / "model") if options.model is None else options.model
+    try:
+        shape = read_shape(model) if model.endswith(".py") else aot.shape_of(model)
+        return aot.command(
+            aot.decoding,
+            shape,
+            options.decoding,
+            topology,
+            rows=options.batch_size,
+            capacity=options.aot_capacity,
+            dtype=options.dtype,
+            mesh=options.mesh,
+        )
+    except (ValueError, FileNotFoundError) as error:
+        raise UserError(str(error)) from error
+
+
+def read_shape(path: str) -> ModelConfig:
+    """The shape in a file of training settings. Raises UserError."""
+    from refusion_jax.training.config import TrainConfig
+
+    shape = read_settings(path, TrainConfig, "--model").model.shape
+    if shape is None:
+        raise UserError(f"--model {path}: get_config() names no model.shape; give the directory of its checkpoint")
+    return shape
 
 
 # ---- Options ----

@@ -39,11 +39,15 @@ class Options:
     decode.py takes the directory as --model, also while training goes on.
 
     Exit code: 0; 2 for what you can mend, which is said in one sentence; 75 when SIGTERM stopped it and 130 when
-    Ctrl-C did: a checkpoint is there, and the same command goes on; 1 if training failed.
+    Ctrl-C did: a checkpoint is there, and the same command goes on; 1 if training failed. With --aot 0 if it fits and 1
+    if it does not.
     """
 
     config: Annotated[str | None, arg(metavar="FILE.py")] = None
     """Settings to start from."""
+    aot: Annotated[str | None, arg(metavar="TPU:SHAPE", help_behavior_hint="")] = None
+    """Train nothing: compile a step for these chips, such as v5e:16x16, without having them, and say what it takes.
+    Where no mesh is given, it is fsdp over all of them."""
     settings: Annotated[TrainConfig, arg(name="")] = NOTHING
     processes: Annotated[DistributedConfig, arg(name="")] = DistributedConfig()
 
@@ -79,6 +83,8 @@ def main(args: Sequence[str] | None = None, config: str | None = None) -> int:
 def run(args: Sequence[str], config: str | None) -> int:
     """The options first, then the data and the model, then the training."""
     options = parse_options(args, config)
+    if options.aot is not None:
+        return ahead_of_time(options.settings, options.aot)
     keep_compiled_programs()
     try:
         from refusion_jax.training import loop  # and with it all that training needs
@@ -96,13 +102,27 @@ def run(args: Sequence[str], config: str | None) -> int:
     return 0
 
 
+def ahead_of_time(settings: TrainConfig, topology: str) -> int:
+    """What a step takes on the chips of ``topology``. Raises UserError."""
+    from refusion_jax import aot
+
+    try:
+        return aot.command(aot.training, settings, topology)
+    except ImportError as error:
+        raise UserError(f"training needs more packages ({error}): pip install 'refusion-jax[train]'") from error
+    except (ValueError, FileNotFoundError) as error:
+        raise UserError(str(error)) from error
+
+
 def parse_options(args: Sequence[str], config: str | None) -> Options:
-    """The options. Raises UserError."""
+    """The options, with the settings of the file behind them. Raises UserError."""
     chosen = parse(_File, args, _File(config), partial=True).config
     settings = NOTHING if chosen is None else read_settings(chosen, TrainConfig, "--config")
-    options = parse(Options, args, Options(chosen, settings))
+    options = parse(Options, args, Options(chosen, settings=settings))
     settings = options.settings
     needed = {"--run": settings.run, "--model.checkpoint": settings.model.checkpoint, "--data.path": settings.data.path}
+    if options.aot is not None:
+        del needed["--run"], needed["--data.path"]
     if missing := [name for name, value in needed.items() if value == ""]:
         raise UserError(f"{' and '.join(missing)} missing: give them, or a --config file that has them")
     return options

@@ -32,7 +32,7 @@ from refusion_jax.decoding.window import Window
 from refusion_jax.model import transformer
 from refusion_jax.model.packing import pack, packing_of, unpack
 from refusion_jax.model.transformer import Params, causal
-from refusion_jax.sharding import ROWS, TENSOR, has_mesh, per_row, per_shard, reshard, row_shards
+from refusion_jax.sharding import ROWS, TENSOR, has_mesh, per_row, per_shard, platform, reshard, row_shards
 
 PREFILL_WIDTH = 256  # tokens of a prompt that are cached in one pass
 
@@ -82,7 +82,7 @@ def widths(entries: int) -> list[int]:
     """
     fine = [8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
     coarse = [16, 32, 64, 128, 256, 512, 1024]
-    steps = [1, 2] if entries <= 4 else fine if jax.default_backend() == "cpu" else coarse
+    steps = [1, 2] if entries <= 4 else fine if platform() == "cpu" else coarse
     return [width for width in steps if width < entries] + [entries]
 
 
@@ -97,7 +97,7 @@ def sizes(entries: int, rows: int) -> list[tuple[int, int]]:
     if entries <= 4:
         return sorted({(1, rows), *((entries, rows + rows * (entries - 1) * part // 4) for part in (1, 2, 4))})
     whole = rows * entries
-    parts = [2 / 3] * 6 if jax.default_backend() == "cpu" else [1 / 2] * 3
+    parts = [2 / 3] * 6 if platform() == "cpu" else [1 / 2] * 3
     packed = [whole]
     for part in parts:
         packed.append(max(int(packed[-1] * part), 8))
@@ -139,9 +139,8 @@ class Arrivals(NamedTuple):
     places: jax.Array  # [R] int32: the row of its shard that each takes; beyond the last: none
 
 
-@functools.partial(jax.jit, static_argnames=("config", "rows", "capacity"))
-def idle(method: Method, *, config: ModelConfig, rows: int, capacity: int) -> State:
-    """A batch all of whose places are free."""
+def nobody(rows: int, capacity: int) -> Arrivals:
+    """Arrivals that are done at once."""
     nothing = Arrivals(
         tokens=jnp.zeros((rows, capacity), jnp.int32),
         lengths=jnp.ones(rows, jnp.int32),
@@ -149,7 +148,13 @@ def idle(method: Method, *, config: ModelConfig, rows: int, capacity: int) -> St
         noise=jnp.zeros((rows, 3), jnp.uint32),
         places=jnp.zeros(rows, jnp.int32),
     )
-    new = init_rows(method, jax.tree.map(lambda x: reshard(x, ROWS, *(None,) * (x.ndim - 1)), nothing))
+    return jax.tree.map(lambda x: reshard(x, ROWS, *(None,) * (x.ndim - 1)), nothing)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "rows", "capacity"))
+def idle(method: Method, *, config: ModelConfig, rows: int, capacity: int) -> State:
+    """A batch all of whose places are free."""
+    new = init_rows(method, nobody(rows, capacity))
     return State(new, kv.empty(config, rows, capacity), jnp.int32(0), jnp.int32(0), jnp.ones((), bool))
 
 

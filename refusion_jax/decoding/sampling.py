@@ -103,7 +103,7 @@ def score(
         tempered = kept(shifted / sampling.temperature, sampling, total)
         ranked = tempered + gumbel(keys, first_id + jnp.arange(size))
     # Behind the barrier no slice of the result can merge into it: XLA on CPU would then sort the whole vocabulary.
-    tokens = jax.lax.optimization_barrier(jax.lax.top_k(ranked, candidates)[1])
+    tokens = jax.lax.optimization_barrier(best_places(ranked, candidates))
     if axis:
         tokens = best_of_shards(tokens + first_id, jnp.take_along_axis(ranked, tokens, axis=-1), axis)
 
@@ -121,12 +121,19 @@ def score(
     return Scores(tokens.astype(jnp.int32), logprob, certainty, probability)
 
 
+def best_places(ranked: jax.Array, count: int) -> jax.Array:
+    """Where the ``count`` largest of [..., V] are, the largest first; of equals the first."""
+    # XLA on TPU has a fast top-k for matrices, and sorts everything else whole.
+    matrix = ranked.reshape(-1, ranked.shape[-1])
+    return jax.lax.top_k(matrix, count)[1].reshape(*ranked.shape[:-1], count)
+
+
 def best_of_shards(tokens: jax.Array, ranked: jax.Array, axis: str) -> jax.Array:
     """The best candidates [..., C] of all shards from the best of each, and what they are ranked by."""
     candidates = tokens.shape[-1]
     tokens = jax.lax.all_gather(tokens, axis, axis=tokens.ndim - 1, tiled=True)
     ranked = jax.lax.all_gather(ranked, axis, axis=ranked.ndim - 1, tiled=True)
-    place = jax.lax.top_k(ranked, candidates)[1]  # equals: the first, which has the lowest id
+    place = best_places(ranked, candidates)  # equals: the first, which has the lowest id
     return jnp.take_along_axis(tokens, place, axis=-1)
 
 

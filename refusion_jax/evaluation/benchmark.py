@@ -43,6 +43,7 @@ from refusion_jax.evaluation.roofline import Calibration, Peaks, published
 from refusion_jax.model import Model
 from refusion_jax.model.hf import load
 from refusion_jax.presets import SHAPES as PUBLISHED_SHAPES
+from refusion_jax.sharding import usual_dtype
 
 SHAPES = PUBLISHED_SHAPES | {
     "100m": ModelConfig(
@@ -165,9 +166,7 @@ def load_model(options: Options) -> Model:
     if options.shape is None:
         return load(source, dtype=options.dtype)
     shape = shape_of(options.shape)
-    dtype = options.dtype
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    dtype = usual_dtype() if options.dtype == "auto" else options.dtype
     return inflate(load(source, dtype="float32"), shape, dtype=dtype)
 
 

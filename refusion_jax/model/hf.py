@@ -38,7 +38,7 @@ from refusion_jax.model.hf_config import (
 )
 from refusion_jax.model.tokenizer import Tokenizer
 from refusion_jax.model.transformer import PARAMETER_AXES, Params, flatten, unflatten
-from refusion_jax.sharding import check_mesh, fetch
+from refusion_jax.sharding import check_mesh, fetch, usual_dtype
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -108,12 +108,12 @@ def load(source: str | os.PathLike[str], *, dtype: Literal["auto", "float32", "b
         config.json asks for something that this model does not compute; the mesh does not divide the model.
     """
     if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        dtype = usual_dtype()
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r} must be 'auto', 'float32' or 'bfloat16'")
     directory = directory_of(source)
     try:
-        files = _read_files(directory)
+        files = read_files(directory)
         tokenizer = Tokenizer.load(directory)
         config = dataclasses.replace(read_config(files, tokenizer), dtype=dtype)
         check_mesh(())
@@ -220,7 +220,8 @@ def directory_of(source: str | os.PathLike[str]) -> Path:
         ) from error
 
 
-def _read_files(directory: Path) -> dict[str, bytes]:
+def read_files(directory: Path) -> dict[str, bytes]:
+    """What ``read_config`` reads of a checkpoint (FileNotFoundError if there is no config.json)."""
     if not (directory / CONFIG).is_file():
         raise FileNotFoundError(f"{directory} holds no {CONFIG}: it is no checkpoint in Hugging Face layout")
     names = [name for name in (CONFIG, GENERATION_CONFIG) if (directory / name).is_file()]

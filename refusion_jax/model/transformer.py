@@ -130,8 +130,10 @@ def attend(
 
     def scores(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:  # [B, K, G*T, S or T] float32
         s = einsum("bkqh,bksh->bkqs", q, k, axes, preferred_element_type=jnp.float32) * H**-0.5
-        s = s.reshape(B, K, G, T, -1, out_sharding=spec(ROWS, TENSOR, None, None, None))
-        return jnp.where(mask[:, None, None], s, MASKED).reshape(B, K, G * T, -1, out_sharding=spec(*axes))
+        # The mask takes the shape of the scores, not they its: on a TPU a reshape ends what is fused with a product.
+        shape = B, G, T, mask.shape[-1]
+        mask = jnp.broadcast_to(mask[:, None], shape, out_sharding=spec(ROWS, None, None, None))
+        return jnp.where(mask.reshape(B, 1, G * T, -1, out_sharding=spec(ROWS, None, None, None)), s, MASKED)
 
     q = grouped(query)
     parts = [(scores(q, keys, sees), values)]
@@ -139,6 +141,7 @@ def attend(
         parts.append((scores(q, cache[0], sees_cache), cache[1]))
 
     largest = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for s, _ in parts])
+    largest = jax.lax.stop_gradient(largest)  # it cancels; its gradient would need the scores again
     weights = [jnp.exp(s - largest) for s, _ in parts]
     total = functools.reduce(jnp.add, [jnp.sum(w, axis=-1, keepdims=True) for w in weights])
     summands = [

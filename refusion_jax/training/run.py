@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from refusion_jax.config import ModelConfig
 from refusion_jax.model.transformer import Params, abstract_params, parameter_specs
+from refusion_jax.sharding import on_mesh
 from refusion_jax.training import lora
 from refusion_jax.training.checkpoint import Checkpoints
 from refusion_jax.training.config import LoraConfig, StartConfig
@@ -26,18 +26,12 @@ def load_params(directory: Path, config: ModelConfig) -> Params:
     """
     identity = json.loads((directory / "run.json").read_text(encoding="utf-8"))
     adapted = None if identity["lora"] is None else LoraConfig(**_tuples(identity["lora"]))
-    master = dataclasses.replace(config, dtype="float32")
-    if adapted is None:
-        shapes = abstract_params(master)
-        specs = parameter_specs(shapes)
-    else:
-        shapes = jax.eval_shape(lambda: lora.init(master, adapted, jax.random.key(0)))
-        specs = lora.specs(shapes)
+    trained = abstract_trained(config, adapted)
     with Checkpoints(directory) as checkpoints:
         step = checkpoints.latest()
         if step is None:
             raise ValueError(f"{directory} is a run without a checkpoint yet")
-        params = checkpoints.restore(step, {"params": on_mesh(shapes, specs)}, partial=True)["params"]
+        params = checkpoints.restore(step, {"params": trained}, partial=True)["params"]
     if adapted is not None:
         start = StartConfig(**identity["start"])
         base = starting_model(start, identity["train"]["seed"])
@@ -47,16 +41,14 @@ def load_params(directory: Path, config: ModelConfig) -> Params:
     return jax.tree.map(lambda x: x.astype(config.dtype), params)
 
 
-def on_mesh(shapes: Params, specs: Params) -> Params:
-    """Abstract arrays that lie on the current mesh, if there is one, by ``specs``."""
-    mesh = jax.sharding.get_mesh()
-    if mesh.empty:
-        return shapes
-
-    def placed(shape: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
-
-    return jax.tree.map(placed, shapes, specs)
+def abstract_trained(config: ModelConfig, adapted: LoraConfig | None) -> Params:
+    """What is trained, in float32, as abstract arrays on the current mesh: the parameters or, if given, adapters."""
+    master = dataclasses.replace(config, dtype="float32")
+    if adapted is None:
+        shapes = abstract_params(master)
+        return on_mesh(shapes, parameter_specs(shapes))
+    shapes = jax.eval_shape(lambda: lora.init(master, adapted, jax.random.key(0)))
+    return on_mesh(shapes, lora.specs(shapes))
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
