@@ -64,8 +64,9 @@ class Options:
       with --logprobs also logprobs, with --trace also trace and commit_order.
       It is written when everything is decoded, whole or not at all. A summary goes to stderr.
 
-    Exit code: 0; 2 for what you can mend, which is said in one sentence; 130 for Ctrl-C. With --aot 0 if it fits and 1
-    if it does not.
+    Exit code: 0; 2 for what you can mend, which is said in one sentence; 130 for Ctrl-C.
+
+    Exit code of --aot: 0 if it fits, 1 if it does not.
 
     Compiled programs are kept from run to run, and compiling is most of what a short run takes:
       in ~/.cache/refusion_jax/jax (in XDG_CACHE_HOME instead of ~/.cache if that is set), or

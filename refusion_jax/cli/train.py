@@ -39,8 +39,9 @@ class Options:
     decode.py takes the directory as --model, also while training goes on.
 
     Exit code: 0; 2 for what you can mend, which is said in one sentence; 75 when SIGTERM stopped it and 130 when
-    Ctrl-C did: a checkpoint is there, and the same command goes on; 1 if training failed. With --aot 0 if it fits and 1
-    if it does not.
+    Ctrl-C did: a checkpoint is there, and the same command goes on; 1 if training failed.
+
+    Exit code of --aot: 0 if it fits, 1 if it does not.
     """
 
     config: Annotated[str | None, arg(metavar="FILE.py")] = None
