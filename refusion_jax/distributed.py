@@ -94,7 +94,8 @@ def join(config: DistributedConfig) -> None:
     place = Place(config.coordinator, config.num_processes, config.process_id, None)
     if config.distributed != "manual":
         method = {"slurm": "slurm", "tpu": _tpu(), "auto": None}[config.distributed]
-        place = Place(*ClusterEnv.auto_detect_unset_distributed_params(*place, method, config.startup_timeout))
+        if method is None or any(kind.name == method and kind.is_env_present() for kind in ClusterEnv._cluster_types):
+            place = Place(*ClusterEnv.auto_detect_unset_distributed_params(*place, method, config.startup_timeout))
     if place.coordinator is None or place.processes is None or place.number is None:
         raise ValueError(
             f"--distributed {config.distributed}: no such launcher is around this process; start it with one, or give "

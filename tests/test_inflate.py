@@ -296,9 +296,9 @@ def test_the_command_writes_a_checkpoint_and_does_not_write_over_one(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "--shape is missing: give one of qwen3_0_6b, qwen3_8b"),
+        ([], "--shape is missing: give one of qwen3_0_6b, qwen3_1_7b, qwen3_4b, qwen3_8b"),
         (["--shape", "qwen3_8b"], "--output is missing: give the directory to be made"),
-        (["--shape", "big"], "--shape must be one of qwen3_0_6b, qwen3_8b, not big"),
+        (["--shape", "big"], "--shape must be one of qwen3_0_6b, qwen3_1_7b, qwen3_4b, qwen3_8b, not big"),
         (["--shape", "qwen3_8b", "--output", "x", "--model", "missing"], "there is no directory missing"),
         (["--dtype", "int8"], "--dtype must be one of 'float32', 'bfloat16', not 'int8'"),
     ],
