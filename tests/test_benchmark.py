@@ -377,7 +377,7 @@ def test_the_parts_of_a_pass_are_all_of_it() -> None:
         (["--prompts", "no/such/file.jsonl"], "--prompts no/such/file.jsonl cannot be read: No such file"),
         (
             ["--shape", "huge"],
-            "--shape must be one of qwen3_0_6b, qwen3_1_7b, qwen3_4b, qwen3_8b, 100m or a Python file, not huge",
+            "one of qwen3_0_6b, qwen3_1_7b, qwen3_4b, qwen3_8b, 100m or a Python file, not huge",
         ),
         (["--shape", "none.py"], "--shape none.py gives no settings: FileNotFoundError"),
         (["--chip", "H300"], "--chip: there is no chip 'H300': give one of TPU v4, "),
