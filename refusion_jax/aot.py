@@ -359,13 +359,14 @@ def _prepare(output: str) -> None:
 # ---- What is told ----
 
 
-def command(report: Callable[P, Report], *args: P.args, **options: P.kwargs) -> int:
+def command(report: Callable[..., Report], topology: str, *args: Any, **options: Any) -> int:
     """Compile apart, and print the report. Returns the exit code: 0 if it fits, 1 if it does not.
 
     Raises what ``report`` raises.
     """
+    slice_of(topology)
     check_compiler()
-    told = apart(report, *args, **options)
+    told = apart(report, *args, topology=topology, **options)
     show(told, Console(width=None if sys.stdout.isatty() else 120))
     return 0 if told.fits else 1
 

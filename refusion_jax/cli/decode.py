@@ -199,9 +199,9 @@ def ahead_of_time(options: Options, topology: str) -> int:
         shape = read_shape(model) if model.endswith(".py") else aot.shape_of(model)
         return aot.command(
             aot.decoding,
+            topology,
             shape,
             options.decoding,
-            topology,
             rows=options.batch_size,
             capacity=options.aot_capacity,
             dtype=options.dtype,

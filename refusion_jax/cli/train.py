@@ -108,7 +108,7 @@ def ahead_of_time(settings: TrainConfig, topology: str) -> int:
     from refusion_jax import aot
 
     try:
-        return aot.command(aot.training, settings, topology)
+        return aot.command(aot.training, topology, settings)
     except ImportError as error:
         raise UserError(f"training needs more packages ({error}): pip install 'refusion-jax[train]'") from error
     except (ValueError, FileNotFoundError) as error:
