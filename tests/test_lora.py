@@ -65,7 +65,7 @@ def batch(base: rf.Model) -> Batch:
 def logits(base: rf.Model, params: Params, adapters: Params | None) -> jax.Array:
     tokens = jnp.asarray(golden.load("A").prompts[0].prompt_ids)[None]
     positions = jnp.arange(tokens.shape[1])[None]
-    sees = causal(tokens.shape[1])[None]
+    sees = causal(tokens.shape[1])
     forward = jax.jit(lambda params, adapters: apply(base.config, params, tokens, positions, sees, adapters=adapters))
     return forward(params, adapters).logits
 
