@@ -10,7 +10,6 @@ Slices go from the smallest to the largest; those that cannot even hold paramete
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -100,7 +99,7 @@ def cell(report: aot.Report | None) -> str:
         return "-"
     mesh = f", tensor {report.mesh.tensor}" if report.mesh.tensor > 1 else ""
     links = report.topology.partition(":")[2]
-    return f"{links} ({math.prod(report.mesh)}{mesh}): {report.largest / aot.GIB:.1f} GiB"
+    return f"{links} ({report.mesh.devices}{mesh}): {report.largest / aot.GIB:.1f} GiB"
 
 
 def run(args: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import jax
@@ -168,7 +168,8 @@ def _call(port: int, count: int, end: float) -> list[int]:
             with contextlib.suppress(OSError, ValueError):  # nobody came, or somebody else
                 connection, _ = server.accept()
                 connection.settimeout(1)
-                came[int(connection.recv(16))] = connection
+                if 0 < (number := int(connection.recv(16))) < count:
+                    came[number] = connection
     missing = sorted(set(range(1, count)) - came.keys())
     for connection in came.values():
         with contextlib.closing(connection), contextlib.suppress(OSError):
@@ -202,16 +203,6 @@ def meet(place: str) -> None:
     """
     if (client := global_state.client) is not None:
         client.wait_at_barrier(f"refusion_jax {next(_meetings)}: {place}", LONG)
-
-
-@contextlib.contextmanager
-def first_goes_first(place: str) -> Iterator[None]:
-    """Process 0 runs the body, and then the others do, and see what it wrote."""
-    if not is_first():
-        meet(place)
-    yield
-    if is_first():
-        meet(place)
 
 
 def in_first_process(action: Callable[[], object]) -> None:

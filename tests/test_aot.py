@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import refusion_jax as rf
+from benchmarks import scaling
 from refusion_jax import aot, chips, counts, sharding
 from refusion_jax.cli import decode, train
 from refusion_jax.cli.options import read_settings
@@ -302,3 +303,17 @@ def test_what_the_compiler_refuses_is_a_verdict(capfd: pytest.CaptureFixture[str
     output = capfd.readouterr().out
     found = re.search(r"^does not fit: (\d+\.\d) of 14\.9 GiB a chip; use more chips, or ", output, re.M)
     assert found and float(found[1]) > 28, output
+
+
+def test_the_table_of_slices_names_the_smallest_that_holds_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8B in float32 with its moments and gradient, 122 GiB, are not even tried on fewer than 16 chips of 14.9 GiB."""
+    tried = []
+
+    def compiled(work: scaling.Work, shape: rf.ModelConfig, topology: str) -> aot.Report:
+        tried.append(topology)
+        return report((14 if len(tried) == 1 else 4) * aot.GIB)
+
+    monkeypatch.setattr(scaling, "compiled", compiled)
+    lines = list(scaling.lines(["qwen3_8b"], ["v5e"]))
+    assert tried[:2] == ["v5e:4x4", "v5e:4x8"]
+    assert lines[:3] == ["| AdamW | v5e (14.9 GiB) |", "|---|---|", "| qwen3_8b | 2x4 (8): 6.5 GiB |"]

@@ -78,7 +78,9 @@ def company() -> Iterator[None]:
     """Around a command of several processes: what is not expected ends this one, with a word about the others."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+    except (UserError, OSError, FloatingPointError):
+        raise
+    except Exception as error:
         if not jax.distributed.is_initialized():
             raise
         traceback.print_exc()

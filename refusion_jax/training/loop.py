@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from refusion_jax.data.dataset import Dataset, prepare
 from refusion_jax.data.pipeline import Batches, Layout
 from refusion_jax.data.sources import open_source
-from refusion_jax.distributed import Agreement, first_goes_first, in_first_process, is_first
+from refusion_jax.distributed import Agreement, in_first_process, is_first
 from refusion_jax.model import Model
 from refusion_jax.model.hf import export_hf, write_skeleton
 from refusion_jax.model.transformer import Params
@@ -81,8 +81,10 @@ def train(config: TrainConfig) -> Model:
         return number == steps or number % config.evaluation.every == 0
 
     with lock(run) if is_first() else contextlib.nullcontext():
-        with first_goes_first("run"):
-            check_identity(run, identity(config, model, examples, steps), begin=is_first())
+        own = identity(config, model, examples, steps)
+        in_first_process(lambda: check_identity(run, own))
+        if not is_first():
+            check_identity(run, own, begin=False)
         write_skeleton(model, run)
         # ---- State ----
         adamw = optimizer.make(config.optimizer, steps)
