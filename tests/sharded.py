@@ -1,10 +1,11 @@
 """What must be the same on every mesh and for any number of processes, computed on one mesh, here or by several.
 
-python -m tests.sharded steps|decode DATA,FSDP,TENSOR OUTPUT.npz [COORDINATOR COUNT NUMBER]
+python -m tests.sharded steps|resume|decode DATA,FSDP,TENSOR OUTPUT.npz COORDINATOR COUNT NUMBER [RUN STEPS]
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from numpy.typing import NDArray
 
 import refusion_jax as rf
 from refusion_jax.data import worksheet
+from refusion_jax.data.batches import Batch
 from refusion_jax.data.dataset import Dataset, prepare
 from refusion_jax.data.pipeline import Batches, Layout
 from refusion_jax.distributed import DistributedConfig, is_first, join
 from refusion_jax.model.transformer import abstract_params, flatten, parameter_specs
 from refusion_jax.sharding import MeshConfig, fetch, local_row_shards, place, row_shards, use_mesh
+from refusion_jax.training.checkpoint import Checkpoints
 from refusion_jax.training.config import DataConfig, ForwardConfig, LoopConfig, StartConfig, TrainConfig
 from refusion_jax.training.step import TrainState, gradients, make_step, put_batch
 from tests import runs
@@ -40,9 +43,12 @@ TRAIN = TrainConfig("run", StartConfig("checkpoint"), DataConfig("data"), LoopCo
 SETTING = 8, 8  # slot and block of exact.load
 
 
-def steps() -> dict[str, NDArray]:
-    """Eight worksheets a step: all batches, the loss and gradient of the first, the parameters behind five of SGD."""
-    config = dataclasses.replace(runs.SHAPE, hidden_size=64, eos_token_ids=(1,), mask_token_id=255)
+@contextlib.contextmanager
+def begun() -> Iterator[tuple[rf.ModelConfig, Any, Dataset]]:
+    """A random model, its parameters on the mesh, and 64 worksheets."""
+    config = dataclasses.replace(
+        runs.SHAPE, hidden_size=64, num_heads=8, num_kv_heads=4, eos_token_ids=(1,), mask_token_id=255
+    )
     rng = np.random.default_rng(0)
     shapes = abstract_params(config)
     numbers = jax.tree.map(lambda x: rng.normal(0, 0.05, x.shape).astype(np.float32), shapes)
@@ -57,29 +63,59 @@ def steps() -> dict[str, NDArray]:
             max_left_out=0.5,
             cache=cache,
         )
-        return steps_on(config, params, dataset)
+        yield config, params, dataset
 
 
-def steps_on(config: rf.ModelConfig, params: Any, dataset: Dataset) -> dict[str, NDArray]:
+def batches(config: rf.ModelConfig, dataset: Dataset, first: int, steps: int) -> Iterator[tuple[int, Batch]]:
+    """Eight worksheets a step, on the devices."""
     layout = Layout(128, False, 1, row_shards(), local_row_shards())
-    batches = Batches(dataset, ForwardConfig(), config.mask_token_id, layout, STEPS, batch_size=8, seed=0)
-    found: dict[str, Any] = {}
-    sgd = optax.sgd(0.1)
-    step = make_step(config, TRAIN, sgd)
-    state = TrainState(place(np.int32(0), jax.sharding.PartitionSpec()), params, sgd.init(params))
-    for number, batch in enumerate(batches.read(0)):
-        batch = put_batch(batch)
-        found |= {f"batch/{number}/{name}": array for name, array in batch._asdict().items()}
-        if number == 0:
-            gradient, measures = jax.jit(lambda params, batch: gradients(config, TRAIN, params, None, batch))(
-                state.params, batch
-            )
-            found |= {f"gradient/{name}": array for name, array in flatten(gradient).items()}
-            found |= {f"first/{name}": array for name, array in measures._asdict().items()}
-        state, measures = step(state, None, batch)
-        found[f"loss/{number}"] = measures.loss
-    found |= {f"params/{name}": array for name, array in flatten(state.params).items()}
+    made = Batches(dataset, ForwardConfig(), config.mask_token_id, layout, steps, batch_size=8, seed=0)
+    for number, batch in enumerate(made.read(first), first):
+        yield number, put_batch(batch)
+
+
+def arrays(found: dict[str, Any]) -> dict[str, NDArray]:
     return {name: np.asarray(array) for name, array in fetch(found).items()}
+
+
+def steps() -> dict[str, NDArray]:
+    """All batches, the loss and gradient of the first, the parameters behind five steps of SGD."""
+    with begun() as (config, params, dataset):
+        found: dict[str, Any] = {}
+        sgd = optax.sgd(0.1)
+        step = make_step(config, TRAIN, sgd)
+        state = TrainState(place(jnp.int32(0), jax.sharding.PartitionSpec()), params, sgd.init(params))
+        for number, batch in batches(config, dataset, 0, STEPS):
+            found |= {f"batch/{number}/{name}": array for name, array in batch._asdict().items()}
+            if number == 0:
+                gradient, measures = jax.jit(lambda params, batch: gradients(config, TRAIN, params, None, batch))(
+                    state.params, batch
+                )
+                found |= {f"gradient/{name}": array for name, array in flatten(gradient).items()}
+                found |= {f"first/{name}": array for name, array in measures._asdict().items()}
+            state, measures = step(state, None, batch)
+            found[f"loss/{number}"] = measures.loss
+        return arrays(found | {f"params/{name}": array for name, array in flatten(state.params).items()})
+
+
+def resume(run: str, last: str) -> dict[str, NDArray]:
+    """The batches and losses from the checkpoint in ``run``, or the beginning, to step ``last``, saved there again."""
+    with begun() as (config, params, dataset):
+        found: dict[str, Any] = {}
+        sgd = optax.sgd(0.1, momentum=0.9)
+        step = make_step(config, TRAIN, sgd)
+        state = TrainState(place(jnp.int32(0), jax.sharding.PartitionSpec()), params, jax.jit(sgd.init)(params))
+        with Checkpoints(Path(run), keep=1) as checkpoints:
+            first = checkpoints.latest() or 0
+            if first:
+                like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+                state = checkpoints.restore(first, like)
+            for number, batch in batches(config, dataset, first, int(last)):
+                found |= {f"batch/{number}/{name}": array for name, array in batch._asdict().items()}
+                state, measures = step(state, None, batch)
+                found[f"loss/{number}"] = measures.loss
+            checkpoints.save(int(last), state)
+        return arrays(found)
 
 
 def decode() -> dict[str, NDArray]:
@@ -92,15 +128,15 @@ def decode() -> dict[str, NDArray]:
     return {"token_ids": golden.padded([out.token_ids for out in outs], exact.MAX_NEW_TOKENS)}
 
 
-def on_mesh(what: str, mesh: Sequence[int]) -> dict[str, NDArray]:
+def on_mesh(what: str, mesh: Sequence[int], *arguments: object) -> dict[str, NDArray]:
     """One of the functions above, by name, on a mesh of (data, fsdp, tensor) devices."""
     with use_mesh(MeshConfig(*mesh)):
-        return {"steps": steps, "decode": decode}[what]()
+        return {"steps": steps, "resume": resume, "decode": decode}[what](*map(str, arguments))  # type: ignore[operator]
 
 
-def main(what: str, mesh: str, output: str, coordinator: str, count: str, number: str) -> None:
+def main(what: str, mesh: str, output: str, coordinator: str, count: str, number: str, *arguments: str) -> None:
     join(DistributedConfig("manual", coordinator, int(count), int(number), startup_timeout=60, heartbeat_timeout=20))
-    found = on_mesh(what, [int(size) for size in mesh.split(",")])
+    found = on_mesh(what, [int(size) for size in mesh.split(",")], *arguments)
     if is_first():
         np.savez(output, **found)
 
@@ -154,20 +190,20 @@ def wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[i
             process.wait()
 
 
-def in_processes(what: str, mesh: Sequence[int], count: int, directory: Path) -> dict[str, NDArray]:
+def in_processes(what: str, mesh: Sequence[int], count: int, directory: Path, *arguments: object) -> dict[str, NDArray]:
     """As ``on_mesh``, by ``count`` processes, which share the devices of the mesh out."""
     directory.mkdir()
     port, output = free_port(), directory / "found.npz"
     devices = int(np.prod(mesh)) // count
     commands = [
-        ["-m", "tests.sharded", what, ",".join(map(str, mesh)), output, f"localhost:{port}", count, number]
+        ["-m", "tests.sharded", what, ",".join(map(str, mesh)), output, f"localhost:{port}", count, number, *arguments]
         for number in range(count)
     ]
     processes = [start(command, directory, devices) for command in commands]
     codes = wait(processes, 240)
     assert codes == [0] * count, "\n".join(map(said, processes))
-    with np.load(output) as arrays:
-        return dict(arrays)
+    with np.load(output) as found:
+        return dict(found)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from refusion_jax.cli.options import UserError
+from refusion_jax.cli.process import company
 from refusion_jax.corrupt import left_to_right
 from refusion_jax.data.pipeline import Layout
 from refusion_jax.distributed import DistributedConfig, join
@@ -153,6 +158,44 @@ def until_step(run: Path, step: int, processes: list[Any]) -> None:
         time.sleep(0.05)
 
 
+def check_goes_on(found: dict[str, NDArray], uninterrupted: dict[str, NDArray], first: int, last: int) -> None:
+    """Batches to the bit, losses to rounding, of the steps from ``first`` to ``last``."""
+    expected = {name: array for name, array in uninterrupted.items() if first <= int(name.split("/")[1]) < last}
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        if name.startswith("batch/"):
+            np.testing.assert_array_equal(found[name], array, err_msg=name)
+        else:
+            np.testing.assert_allclose(found[name], array, rtol=1e-5, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def one_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NDArray]:
+    """All batches and losses of one device that nothing interrupts."""
+    return on_mesh("resume", (1, 1, 1), tmp_path_factory.mktemp("one") / "run", 23)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", [(4, 1, 2), (1, 4, 2)], ids=str)
+def test_a_checkpoint_goes_on_on_other_meshes(
+    tmp_path: Path, one_run: dict[str, NDArray], saved: tuple[int, int, int]
+) -> None:
+    """Trap T4. The next ten batches, and what is learned from them."""
+    check_goes_on(on_mesh("resume", saved, tmp_path / "run", 3), one_run, 0, 3)
+    for mesh in [(2, 1, 4), (1, 2, 4), (8, 1, 1), (1, 8, 1), (1, 1, 1)]:
+        copy = shutil.copytree(tmp_path / "run", tmp_path / str(mesh))
+        check_goes_on(on_mesh("resume", mesh, copy, 13), one_run, 3, 13)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_in_other_processes(tmp_path: Path, one_run: dict[str, NDArray]) -> None:
+    """Traps T4 and T7. Two, then one, then four."""
+    run = tmp_path / "run"
+    check_goes_on(in_processes("resume", (2, 1, 1), 2, tmp_path / "two", run, 3), one_run, 0, 3)
+    check_goes_on(on_mesh("resume", (1, 1, 1), run, 13), one_run, 3, 13)
+    check_goes_on(in_processes("resume", (1, 4, 1), 4, tmp_path / "four", run, 23), one_run, 13, 23)
+
+
 @pytest.mark.slow
 def test_two_processes_then_one_then_four(config: Path, tmp_path: Path, uninterrupted: dict[int, float]) -> None:
     """Traps T4 and T7. A signal to one of them stops all behind the same step, with the code that says so."""
@@ -277,6 +320,25 @@ def test_slurm_says_who_is_there(tmp_path: Path) -> None:
     assert wait(processes, 60) == [0, 0], "\n".join(map(said, processes))
     for number, process in enumerate(processes):
         assert f"process {number} of 2: 1 of 2 devices (cpu)" in said(process)
+
+
+@pytest.mark.parametrize("kind", [UserError, ValueError, jax.errors.JaxRuntimeError], ids=lambda kind: kind.__name__)
+def test_a_lost_connection_is_not_the_users_setting(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """JAX raises it as one kind of error or another, and the exit code is 1 each time."""
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", ended := mock.Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit), company():
+        raise kind("UNKNOWN: Gloo all-reduce failed: Read error: Connection reset by peer")
+    ended.assert_called_once_with(1)
+    assert "error: process 0 of 1 cannot go on: UNKNOWN: Gloo all-reduce failed" in capsys.readouterr().err
+
+
+def test_a_setting_is_the_users_also_in_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    with pytest.raises(UserError, match=r"data\.path is missing"), company():
+        raise UserError("data.path is missing: give files of examples")
 
 
 def test_no_launcher_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -17,6 +18,9 @@ import tqdm
 from refusion_jax.cli.options import UserError
 from refusion_jax.distributed import DistributedConfig, join
 from refusion_jax.sharding import MeshConfig, use_mesh
+
+STATUS = re.compile("[A-Z][A-Z_]+: ")
+"""How errors of JAX's runtime begin. A lost connection may come as a ValueError, which reads like a wrong setting."""
 
 
 def keep_compiled_programs() -> None:
@@ -78,10 +82,9 @@ def company() -> Iterator[None]:
     """Around a command of several processes: what is not expected ends this one, with a word about the others."""
     try:
         yield
-    except (UserError, OSError, FloatingPointError):
-        raise
     except Exception as error:
-        if not jax.distributed.is_initialized():
+        expected = isinstance(error, UserError | OSError | FloatingPointError) and not STATUS.match(str(error))
+        if expected or not jax.distributed.is_initialized():
             raise
         traceback.print_exc()
         print(
