@@ -1,6 +1,7 @@
 """What a batch costs and gains: tokens/s at several batch sizes, with ended rows filled again and without.
 
     python -m benchmarks.batches [--preset balanced] [--batch-sizes 1,8,32] [--worksheets 500] [--repeats 3]
+        [--max-new-tokens 96]
 
 The bundled model answers the same test worksheets, of prompts and answers of mixed lengths, in every way in turn. All
 must give the same tokens.
@@ -39,13 +40,15 @@ class Options:
     """How many."""
     repeats: int = 3
     """Timed passes over all worksheets, of every way."""
+    max_new_tokens: int = demo.EXACT.max_new_tokens
+    """The budget of an answer; what the answers leave of it should cost memory alone."""
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
             raise ValueError(f"--preset {self.preset}: give one of {', '.join(PRESETS)}")
-        for name in ("worksheets", "repeats"):
+        for name in ("worksheets", "repeats", "max_new_tokens"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, not {getattr(self, name)}")
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
 
 
 def run(args: Sequence[str]) -> None:
@@ -53,7 +56,7 @@ def run(args: Sequence[str]) -> None:
     options = parse(Options, args, Options())
     keep_compiled_programs()
     model = rf.load(demo.ASSETS / "model")
-    config = dataclasses.replace(PRESETS[options.preset], verify="exact", max_new_tokens=demo.EXACT.max_new_tokens)
+    config = dataclasses.replace(PRESETS[options.preset], verify="exact", max_new_tokens=options.max_new_tokens)
     prompts = read(f"worksheets:0:{options.worksheets}").prompts
     ways = {
         (rows, refill): prepare(model, prompts, config, batch_size=rows)

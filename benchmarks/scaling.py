@@ -4,7 +4,8 @@
 
 Programs are compiled for the chips (``refusion_jax.aot``), which are not needed: training by a row of 4,096 tokens on
 each chip, in bfloat16, with remat="full" and fsdp over all of them, and exact decoding of 16 rows of 2,048 positions.
-Slices go from the smallest to the largest; those that cannot even hold parameters and optimizer state are left out.
+Slices go from the smallest to the largest; those that cannot even hold parameters and optimizer state are left out, and
+so are those on which the compiler crashes, which is said.
 """
 
 from __future__ import annotations
@@ -75,7 +76,11 @@ def smallest(work: Work, shape: ModelConfig, tpu: str) -> aot.Report | None:
         chip, chips = slice_of(topology)
         if work.least * parameters <= chip.memory * chips:
             print(f"{work.name}, {topology} ...", file=sys.stderr, flush=True)
-            report = compiled(work, shape, topology)
+            try:
+                report = compiled(work, shape, topology)
+            except aot.CompilerCrash as error:
+                print(f"left out: {error}", file=sys.stderr, flush=True)
+                continue
             if report.fits:
                 return report
     return None

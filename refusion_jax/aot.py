@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
@@ -327,10 +328,15 @@ def _is_array(x: Any) -> bool:
 # ---- In a process of its own ----
 
 
+class CompilerCrash(ValueError):
+    """The compiler ended its process; what it was to compile may be right."""
+
+
 def apart(function: Callable[P, Result], *args: P.args, **options: P.kwargs) -> Result:
     """``function`` run in a process of its own, whose output is shown if it fails: libtpu takes a process, and talks.
 
     Raises:
+      CompilerCrash: the compiler ended the process.
       What ``function`` raises.
     """
     with tempfile.TemporaryDirectory() as directory:
@@ -341,6 +347,10 @@ def apart(function: Callable[P, Result], *args: P.args, **options: P.kwargs) -> 
                 return pool.submit(function, *args, **options).result()
             except (ValueError, FileNotFoundError, ImportError):
                 raise
+            except BrokenProcessPool as error:
+                said = re.search(r"Check failed.*", output.read_text(errors="replace"))
+                reason = "" if said is None else f" ({said[0]})"
+                raise CompilerCrash(f"the TPU compiler crashed{reason}: try another slice or mesh") from error
             except Exception:
                 print(output.read_text(errors="replace"), file=sys.stderr)
                 raise

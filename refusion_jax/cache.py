@@ -29,6 +29,18 @@ class KVCache(flax.struct.PyTreeNode):
         return self.keys.shape[3]
 
 
+def lengths(capacity: int) -> list[int]:
+    """The lengths to which a cache of ``capacity`` positions is read, the shortest first: up to five, by halves.
+
+    A forward pass reads to the shortest that holds all that anybody sees: a budget that no answer uses up costs memory,
+    not time.
+    """
+    halves = [capacity]
+    while len(halves) < 5 and halves[0] > 128:
+        halves.insert(0, -(-halves[0] // 128) * 64)  # in multiples of 64
+    return halves
+
+
 def empty(config: ModelConfig, rows: int, capacity: int) -> KVCache:
     """A cache of ``rows`` x ``capacity`` positions, all zero."""
     shape = (config.num_layers, rows, config.num_kv_heads, capacity, config.head_dim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -228,6 +229,12 @@ def test_a_verdict_has_both_sizes_and_what_would_help() -> None:
     assert report(4 * aot.GIB).verdict == "fits: 6.5 of 14.9 GiB a chip"
     too_large = report(14 * aot.GIB).verdict
     assert too_large == "does not fit: 16.5 of 14.9 GiB a chip; use more chips, or --lora.rank 16"
+
+
+def test_a_compiler_that_crashes_is_a_sentence() -> None:
+    """It ends its process, with half a page of its own affairs."""
+    with pytest.raises(aot.CompilerCrash, match="the TPU compiler crashed: try another slice or mesh"):
+        aot.apart(os.abort)
 
 
 @pytest.mark.parametrize(("temporaries", "code"), [(4, 0), (14, 1)])

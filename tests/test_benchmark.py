@@ -25,7 +25,7 @@ from refusion_jax.evaluation import benchmark, compare, measure, roofline
 from refusion_jax.evaluation.benchmark import Options, main
 from refusion_jax.evaluation.compare import difference
 from refusion_jax.evaluation.inflate import parameters
-from refusion_jax.evaluation.measure import Entry, Parts, Pass, Prompts
+from refusion_jax.evaluation.measure import Entry, Parts, Pass, Prompts, largest_of
 from refusion_jax.evaluation.roofline import (
     Calibration,
     Decoding,
@@ -103,6 +103,12 @@ def test_between_measured_sizes_time_is_interpolated() -> None:
     assert [rate(rates, m) for m in (0.5, 1, 2.5, 4, 8)] == pytest.approx([10, 10, 2.5 / 0.15, 20, 20])
 
 
+def test_the_largest_of_some_draws() -> None:
+    """The longest row of a batch says how far the cache is read."""
+    assert largest_of(1, [3, 1, 2]) == pytest.approx(2)
+    assert largest_of(2, [1, 3]) == pytest.approx(3 * 3 / 4 + 1 / 4)
+
+
 def test_parameters_of_qwen3_8b() -> None:
     # Its model card: 8.2 billion parameters, 6.95 billion of them not embeddings.
     assert layer_parameters(LARGE) == pytest.approx(6.95e9, rel=1e-3)
@@ -113,7 +119,7 @@ def test_parameters_of_qwen3_8b() -> None:
 
 def test_left_to_right_on_an_h200_reads_the_weights() -> None:
     peaks = published("NVIDIA H200", "bfloat16")
-    decoding = Decoding(tokens=1, positions=1, window=1, cached=0)
+    decoding = Decoding(tokens=1, positions=1, window=1, cached=0, capacity=0)
     # 7.57 billion matrix parameters of two bytes at 4.8 TB/s
     assert tokens_per_second(LARGE, peaks, decoding, 1) == pytest.approx(4.8e12 / (2 * 7.57e9), rel=2e-3)
     assert tokens_per_second(LARGE, peaks, decoding, 1, prompt=1.0) == pytest.approx(1.0, rel=4e-3)
@@ -125,8 +131,8 @@ def test_when_left_to_right_overtakes_on_an_h200() -> None:
     2 P 32 B / 989.5e12 = 8 (2 P / 4.8e12), B = 51.5; attention and the results of products move it a little.
     """
     peaks = published("NVIDIA H200", "bfloat16")
-    parallel = Decoding(tokens=8, positions=32, window=32, cached=0)
-    one = Decoding(tokens=1, positions=1, window=1, cached=0)
+    parallel = Decoding(tokens=8, positions=32, window=32, cached=0, capacity=0)
+    one = Decoding(tokens=1, positions=1, window=1, cached=0, capacity=0)
     batch = overtaken_at(
         lambda rows: tokens_per_second(LARGE, peaks, parallel, rows),
         lambda rows: tokens_per_second(LARGE, peaks, one, rows),

@@ -98,6 +98,32 @@ def test_rows_of_a_ragged_batch_equal_the_official_single_sequences(
         np.testing.assert_allclose(out.logits[row][real[row]], official[f"plain{row}_logits"], **TOLERANCE)
 
 
+@pytest.mark.parametrize(("capacity", "lengths"), [(64, [64]), (192, [128, 192]), (2048, [128, 256, 512, 1024, 2048])])
+def test_a_cache_is_read_to_few_lengths(capacity: int, lengths: list[int]) -> None:
+    assert kv.lengths(capacity) == lengths
+
+
+@pytest.mark.parametrize("reach", [0, 1, 128, 129, 192, 193, 384])
+def test_the_cache_is_read_no_further_than_anybody_sees(model: rf.Model, reach: int) -> None:
+    """What a cache of a large budget holds behind all rows is neither seen nor read: it may be anything, and costs
+    nothing."""
+    c, rng = model.config, np.random.default_rng(reach)
+    read = next(length for length in (128, 192, 384) if reach <= length)
+    keys, values = rng.normal(size=(2, c.num_layers, 2, c.num_kv_heads, 384, c.head_dim)).astype(np.float32)
+    sees = np.arange(384) < np.array([reach, reach // 2])[:, None, None]
+    tokens, positions = rng.integers(0, 100, (2, 4)), np.broadcast_to(np.arange(384, 388), (2, 4))
+
+    def logits(behind: float, length: int) -> NDArray:
+        cache = KVCache(
+            *(np.where(np.arange(384)[:, None] < read, x, behind)[:, :, :, :length] for x in (keys, values))
+        )
+        sees_cache = np.broadcast_to(sees[:, :, :length], (2, 4, length))
+        return np.asarray(apply(c, model.params, tokens, positions, causal(4), cache, sees_cache).logits)
+
+    found = logits(np.nan, 384)
+    np.testing.assert_allclose(found, logits(0.0, max(reach, 1)), **TOLERANCE)
+
+
 # --- windows ------------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ def test_live_entries_move_to_the_front_and_the_others_are_not_seen(live: list[b
     # The trunk of before, in its order; nothing else.
     assert sees.tolist() == [[other <= place < n for other in range(width)] for place in range(width)]
     assert sees_cache[:n].all()
+    assert not sees_cache[n:].any()  # or the cache would be read as far as rows reach that have ended
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -102,5 +102,6 @@ def sees_window(window: Window) -> jax.Array:
 
 
 def sees_cache(window: Window) -> jax.Array:
-    """[T, S] bool of one row: entry sees cache position."""
-    return (window.scope == SHARED)[None, :] | (window.scope[None, :] == window.branch[:, None])
+    """[T, S] bool of one row: entry sees cache position. What is not live sees none."""
+    seen = (window.scope == SHARED)[None, :] | (window.scope[None, :] == window.branch[:, None])
+    return seen & window.live[:, None]

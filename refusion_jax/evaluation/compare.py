@@ -146,7 +146,7 @@ def overtaken(entries: Sequence[Entry], all_peaks: Sequence[Peaks]) -> list[Over
         measured = next((one.job.batch_size for one, other in pairs if other.speed >= one.speed), None)
         predictions = {}
         for peaks in all_peaks:
-            limit = largest_batch(ones[0].job.model.config, peaks, ones[0].decoding.cached)
+            limit = largest_batch(ones[0].job.model.config, peaks, ones[0].decoding.capacity)
             speeds = predicted_at(ones, peaks), predicted_at(left_to_right, peaks)
             predictions[peaks.name] = overtaken_at(*speeds, limit)
         out.append(Overtaken(method, measured, predictions))

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import jax
 
+from refusion_jax import cache as kv
 from refusion_jax.cli.decode import compiling, covered
 from refusion_jax.cli.options import UserError
 from refusion_jax.config import DecodeConfig, ModelConfig
@@ -164,6 +165,12 @@ def peak_memory() -> tuple[int, str] | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process"
 
 
+def largest_of(draws: int, values: Sequence[float]) -> float:
+    """The largest of ``draws`` values drawn with replacement, on the mean."""
+    n = len(values)
+    return sum(value * (((i + 1) / n) ** draws - (i / n) ** draws) for i, value in enumerate(sorted(values)))
+
+
 # ---- All passes ----
 
 
@@ -213,12 +220,14 @@ class Entry:
         usage, job = self.usage, self.job
         rows = self.rows
         sizes = engine.sizes(job.method.entries, rows)
-        budget = max(map(len, job.prompts)) + job.config.max_new_tokens
+        capacity = engine.capacity(max(map(len, job.prompts)) + job.config.max_new_tokens)
+        reach = largest_of(rows, [len(prompt) + usage.tokens / job.answers / 2 for prompt in job.prompts])
         return Decoding(
             tokens=usage.tokens / usage.places,
             positions=usage.computed / usage.places,
             window=next((width for width, size in sizes if size >= usage.computed / usage.steps), sizes[-1][0]),
-            cached=engine.capacity(budget),
+            cached=next(length for length in kv.lengths(capacity) if reach <= length),
+            capacity=capacity,
         )
 
     @property

@@ -58,7 +58,7 @@ class Forward(NamedTuple):
     positions: float  # M, of all rows
     rows: float  # B
     window: float  # T, for which the attention of a row is computed
-    cached: float  # S, positions of a row's cache, all of which are read
+    cached: float  # S, positions of a row's cache that are read
     head: bool = True  # whether there are logits
 
 
@@ -93,11 +93,11 @@ def bytes_moved(config: ModelConfig, forward: Forward) -> float:
     return size * (parameters + cache) + 2 * f.positions * (size * of_layers + logits)
 
 
-def resident_bytes(config: ModelConfig, rows: float, cached: float) -> float:
+def resident_bytes(config: ModelConfig, rows: float, capacity: float) -> float:
     """Bytes of memory that parameters and cache take."""
     c = config
     embedding = 0 if c.tie_word_embeddings else c.hidden_size * c.vocab_size
-    cache = 2 * c.num_layers * c.num_kv_heads * c.head_dim * rows * cached
+    cache = 2 * c.num_layers * c.num_kv_heads * c.head_dim * rows * capacity
     return ITEM_BYTES[c.dtype] * (matrix_parameters(c) + embedding + cache)
 
 
@@ -155,7 +155,8 @@ class Decoding(NamedTuple):
     tokens: float  # of the answer
     positions: float  # computed, padding and ended rows included
     window: float
-    cached: float
+    cached: float  # that are read
+    capacity: int  # that memory is held for
 
 
 def tokens_per_second(config: ModelConfig, peaks: Peaks, decoding: Decoding, rows: float, prompt: float = 0.0) -> float:
@@ -174,12 +175,12 @@ def overtaken_at(one: Callable[[int], float], other: Callable[[int], float], lim
     return next((rows for rows in range(1, limit + 1) if other(rows) >= one(rows)), None)
 
 
-def largest_batch(config: ModelConfig, peaks: Peaks, cached: float, limit: int = 1024) -> int:
+def largest_batch(config: ModelConfig, peaks: Peaks, capacity: float, limit: int = 1024) -> int:
     """The largest batch, up to ``limit``, whose parameters and cache fit into the memory, if that is known."""
     if peaks.memory is None:
         return limit
-    free = peaks.memory - resident_bytes(config, 0, cached)
-    return max(min(int(free / (resident_bytes(config, 1, cached) - resident_bytes(config, 0, cached))), limit), 0)
+    free = peaks.memory - resident_bytes(config, 0, capacity)
+    return max(min(int(free / (resident_bytes(config, 1, capacity) - resident_bytes(config, 0, capacity))), limit), 0)
 
 
 # ---- What this machine reaches ----

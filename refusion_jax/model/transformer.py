@@ -18,8 +18,10 @@ from typing import Any, Literal, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
+from refusion_jax import cache as kv
 from refusion_jax.cache import KVCache
 from refusion_jax.config import ModelConfig
 from refusion_jax.model.packing import Packing, pack, unpack
@@ -153,6 +155,29 @@ def attend(
     return mixed.reshape(B, T, N, H, out_sharding=spec(ROWS, None, TENSOR, None))
 
 
+def attend_with_cache(
+    query: jax.Array,  # [B, T, N, H]
+    keys: jax.Array,  # [B, K, T, H]
+    values: jax.Array,  # [B, K, T, H]
+    sees: jax.Array,  # [B, T, T] bool
+    cache: KVCache,
+    layer: jax.Array,  # int32: its number
+    sees_cache: jax.Array,  # [B, T, S] bool
+    reach: jax.Array,  # int32: behind it, nobody sees anything of the cache
+) -> jax.Array:  # [B, T, N, H]
+    """Attention over the window and a layer of the cache, which is read no further than it must be."""
+
+    def as_far_as(length: int) -> jax.Array:
+        # Of the whole cache, in here: what a branch is given is made before it, all of it.
+        of_layer = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (cache.keys, cache.values))
+        old_keys, old_values = (x[:, :, :length] for x in of_layer)
+        return attend(query, keys, values, sees, (old_keys, old_values), sees_cache[:, :, :length])
+
+    lengths = kv.lengths(cache.capacity)
+    which = jnp.sum(reach > np.array(lengths[:-1], np.int32))
+    return jax.lax.switch(which, [functools.partial(as_far_as, length) for length in lengths])
+
+
 class Layer(nn.Module):
     """One decoder layer: attention with normed, rotated queries and keys, then a gated feed-forward."""
 
@@ -162,9 +187,9 @@ class Layer(nn.Module):
     def __call__(
         self,
         hidden: jax.Array,  # [B, T, D]
-        cache: tuple[jax.Array, jax.Array] | None,  # this layer's keys and values [B, K, S, H]
+        number: jax.Array,  # int32: of the layer
         sees: jax.Array,  # [B, T, T] bool
-        sees_cache: jax.Array | None,  # [B, T, S] bool
+        cached: tuple[KVCache, jax.Array, jax.Array] | None,  # the cache, sees_cache, reach
         table: tuple[jax.Array, jax.Array],
         packing: Packing | None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -182,7 +207,11 @@ class Layer(nn.Module):
         if packing is not None:
             query, keys, values = (unpack(packing, x, TENSOR, None) for x in (query, keys, values))
         keys, values = keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
-        mixed = attend(query, keys, values, sees, cache, sees_cache)
+        if cached is None:
+            mixed = attend(query, keys, values, sees, None, None)
+        else:
+            cache, sees_cache, reach = cached
+            mixed = attend_with_cache(query, keys, values, sees, cache, number, sees_cache, reach)
         if packing is not None:
             mixed = pack(packing, mixed, TENSOR, None)
         hidden = hidden + self.project("output", mixed, D)
@@ -258,8 +287,11 @@ class Transformer(nn.Module):
             in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
             length=c.num_layers,
         )(c, name="layers")
-        stored = None if cache is None else (cache.keys, cache.values)
-        hidden, (keys, values) = layers(hidden, stored, sees, sees_cache, table, packing)
+        cached = None
+        if cache is not None and sees_cache is not None:
+            seen = jnp.any(sees_cache, axis=(0, 1))
+            cached = cache, sees_cache, jnp.max(jnp.where(seen, 1 + jnp.arange(cache.capacity), 0))
+        hidden, (keys, values) = layers(hidden, jnp.arange(c.num_layers), sees, cached, table, packing)
         scale = self.param("final_norm", nn.initializers.ones, (c.hidden_size,), dtype)
         hidden = rms_norm(hidden, scale, c.rms_norm_eps)
         if c.tie_word_embeddings:
