@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -356,7 +357,15 @@ def apart(function: Callable[P, Result], *args: P.args, **options: P.kwargs) -> 
                 raise
 
 
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _prepare(output: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()  # a killed command would leave its compiler behind
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from refusion_jax.cli.options import read_settings
 from refusion_jax.decoding.methods import method_of
 from refusion_jax.presets import SHAPES
 from refusion_jax.training.config import TrainConfig
-from tests import runs
+from tests import runs, sharded
 from tests.test_mesh import check_text
 
 ROOT = Path(__file__).parent.parent
@@ -235,6 +236,23 @@ def test_a_compiler_that_crashes_is_a_sentence() -> None:
     """It ends its process, with half a page of its own affairs."""
     with pytest.raises(aot.CompilerCrash, match="the TPU compiler crashed: try another slice or mesh"):
         aot.apart(os.abort)
+
+
+def test_a_killed_command_leaves_no_compiler_behind(tmp_path: Path) -> None:
+    """Which takes minutes, both cores and gigabytes for a large model."""
+    file = tmp_path / "alive"
+    compiler = f"import time\nwhile True: open({str(file)!r}, 'a').write('.'); time.sleep(0.1)"
+    command = sharded.start(["-c", f"from refusion_jax import aot; aot.apart(exec, {compiler!r})"], tmp_path)
+    while not file.exists():
+        assert command.poll() is None, sharded.said(command)
+        time.sleep(0.05)
+    command.kill()
+    command.wait()
+    sizes = [-1]
+    while (size := file.stat().st_size) != sizes[-1]:
+        sizes.append(size)
+        assert len(sizes) < 20, "it is still at work"
+        time.sleep(1)
 
 
 @pytest.mark.parametrize(("temporaries", "code"), [(4, 0), (14, 1)])
