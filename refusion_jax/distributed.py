@@ -205,6 +205,15 @@ def meet(place: str) -> None:
         client.wait_at_barrier(f"refusion_jax {next(_meetings)}: {place}", LONG)
 
 
+def meet_at_the_end(seconds: float = 10) -> None:
+    """Wait, not for long, for those that fail of the same cause: JAX aborts them, unheard, when process 0 ends."""
+    if (client := global_state.client) is not None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the others did not fail, or are no more
+            client.wait_at_barrier("refusion_jax: failed", int(1000 * seconds))
+        if is_first():
+            time.sleep(1)  # the others are told, and end first
+
+
 def in_first_process(action: Callable[[], object]) -> None:
     """Call ``action`` in process 0; all call this together, and go on when it is done.
 

@@ -290,8 +290,16 @@ def test_processes_with_other_options_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_mesh_that_leaves_a_process_out_is_refused(tmp_path: Path) -> None:
+    """And process 0 does not end before one that is late has said so too."""
+    late = (
+        "import sys, time; from refusion_jax.cli import decode, process; use_mesh = process.use_mesh; "
+        "process.use_mesh = lambda mesh: time.sleep(3) or use_mesh(mesh); sys.exit(decode.main())"
+    )
     port = free_port()
-    processes = [start([ROOT / "decode.py", *manual(2, number, port)], tmp_path) for number in range(2)]
+    processes = [
+        start([*program, *manual(2, number, port)], tmp_path)
+        for number, program in enumerate([[ROOT / "decode.py"], ["-c", late]])
+    ]
     assert wait(processes, 60) == [2, 2], "\n".join(map(said, processes))
     sentence = (
         "error: a mesh of data=1, fsdp=1, tensor=1 has 1 of the 2 devices of 2 processes; all of them must take part"

@@ -16,7 +16,7 @@ import jax
 import tqdm
 
 from refusion_jax.cli.options import UserError
-from refusion_jax.distributed import DistributedConfig, join
+from refusion_jax.distributed import DistributedConfig, join, meet_at_the_end
 from refusion_jax.sharding import MeshConfig, use_mesh
 
 STATUS = re.compile("[A-Z][A-Z_]+: ")
@@ -68,11 +68,12 @@ def devices(mesh: MeshConfig, processes: DistributedConfig) -> contextlib.Abstra
 
 
 def fail(code: int) -> int:
-    """The exit code of a command that failed. One of several processes ends at once, and the others then do too: at the
+    """The exit code of a command that failed. One of several processes ends here, and the others then do too: at the
     end of Python JAX would wait for them, while they wait for this one."""
     if jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
+        meet_at_the_end()
         os._exit(code)
     return code
 
