@@ -115,9 +115,7 @@ def test_a_full_vocabulary_grows_by_whole_rows_of_128(tmp_path: Path) -> None:
     extra = [f"<|extra_{number}|>" for number in range(256 - TOKENS)]
     model = rf.load(source)
     assert model.tokenizer is not None
-    tokenizer = model.tokenizer
-    for text in extra:
-        tokenizer = tokenizer.with_special_token(text)
+    tokenizer = model.tokenizer.with_special_tokens(extra)
     shape = dataclasses.replace(model.config, num_tokens=256)
     export_hf(Model(model.params, shape, tokenizer), tmp_path / "model")
     started = start(settings(tmp_path, tmp_path / "model"))

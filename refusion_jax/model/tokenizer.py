@@ -135,12 +135,12 @@ class Tokenizer:
             digest.update(f"{name}\0{len(content)}\0".encode() + content)
         return digest.hexdigest()
 
-    def with_special_token(self, text: str) -> Tokenizer:
-        """This tokenizer with one more special token, such as a mask; its id is behind all others."""
+    def with_special_tokens(self, texts: Sequence[str]) -> Tokenizer:
+        """This tokenizer with more special tokens, such as a mask; their ids are behind all others, in order."""
         with tempfile.TemporaryDirectory() as directory:
             self.save(directory)
             tokenizer = type(self._tokenizer).from_pretrained(directory, local_files_only=True)
-            tokenizer.add_tokens([text], special_tokens=True)
+            tokenizer.add_tokens(list(texts), special_tokens=True)
             tokenizer.save_pretrained(directory)
             extended = Tokenizer.load(directory)
         assert extended is not None

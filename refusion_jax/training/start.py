@@ -104,7 +104,7 @@ def with_mask_token(model: Model, text: str) -> Model:
     if (known := tokenizer.token_id(text)) is not None:
         return dataclasses.replace(model, config=dataclasses.replace(config, mask_token_id=known))
     tokens = len(tokenizer)
-    tokenizer = tokenizer.with_special_token(text)
+    tokenizer = tokenizer.with_special_tokens([text])
     mask = tokenizer.token_id(text)
     assert mask is not None
     size = config.vocab_size
