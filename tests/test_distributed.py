@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -150,12 +151,17 @@ def train_together(config: Path, directory: Path, count: int, *options: object) 
     ]
 
 
-def until_step(run: Path, step: int, processes: list[Any]) -> None:
-    """Wait until a run has written down a step."""
+def until(happened: Callable[[], bool], processes: list[Any]) -> None:
+    """Wait for something that running processes do."""
     end = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() or step not in losses(run):
+    while not happened():
         assert time.monotonic() < end and all(p.poll() is None for p in processes), "\n".join(map(said, processes))
         time.sleep(0.05)
+
+
+def wrote_step(run: Path, step: int) -> bool:
+    """Whether a run has written down a step."""
+    return (run / "metrics.jsonl").exists() and step in losses(run)
 
 
 def check_goes_on(found: dict[str, NDArray], uninterrupted: dict[str, NDArray], first: int, last: int) -> None:
@@ -201,7 +207,7 @@ def test_two_processes_then_one_then_four(config: Path, tmp_path: Path, uninterr
     """Traps T4 and T7. A signal to one of them stops all behind the same step, with the code that says so."""
     for count, step in ((2, 4), (1, 9)):
         processes = train_together(config, tmp_path, count) if count > 1 else [train(config, tmp_path, [])]
-        until_step(tmp_path / "run", step, processes)
+        until(lambda step=step: wrote_step(tmp_path / "run", step), processes)
         processes[-1].send_signal(signal.SIGTERM)
         assert wait(processes, 60) == [75] * count, "\n".join(map(said, processes))
         stops = {re.findall(r"stopped by SIGTERM at step (\d+)", said(process))[0] for process in processes}
@@ -220,7 +226,8 @@ def test_train_on_two_kill_one_resume_on_one_decode_on_two(
     """The whole of it: nobody waits for the dead, the run goes on bitwise from its checkpoint, and what two processes
     decode is what one does."""
     processes = train_together(config, tmp_path, 2)
-    until_step(tmp_path / "run", 6, processes)
+    saved = tmp_path / "run" / "checkpoints"
+    until(lambda: (saved / "5").exists(), processes)
     processes[1].kill()
     killed = time.monotonic()
     codes = wait(processes, 60)
@@ -229,9 +236,10 @@ def test_train_on_two_kill_one_resume_on_one_decode_on_two(
     assert codes in ([1, -signal.SIGKILL], [-signal.SIGABRT, -signal.SIGKILL]), said(processes[0])
     assert re.search("error: |another task died", said(processes[0]))
 
+    last = max(int(path.name) for path in saved.glob("*[0-9]"))
     alone = train(config, tmp_path, [])
     assert wait([alone], 180) == [0]
-    assert "going on from step 5 of 20" in said(alone)
+    assert f"going on from step {last} of 20" in said(alone)
     assert losses(tmp_path / "run") == pytest.approx(uninterrupted, rel=1e-5)
 
     (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{n} + {n} ="}}\n' for n in range(10, 20)))
