@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from refusion_jax.data import worksheet
 from refusion_jax.nap.canvas import Budgets, Canvas, lay_out, parse, tag_ids, tags, with_tags
-from refusion_jax.nap.masking import StructuredMasking
+from refusion_jax.nap.masking import StructuredMasking, cart_weights
 
 TEXT = "<think 1> 3 + 4\n</think 1>\n<think 2>7</think 2> <summary>7</summary>\n"
 
@@ -121,3 +122,65 @@ def test_settings_out_of_range_are_refused(setting: dict[str, float]) -> None:
     (name,) = setting
     with pytest.raises(ValueError, match=f"{name}=.* must be"):
         StructuredMasking(**setting)  # type: ignore[arg-type]
+
+
+LENGTHS = (6, 9, 8)
+DRAWS = 10_000
+SETTINGS = [
+    StructuredMasking(),
+    StructuredMasking(largest=1, path_slope=-0.5, summary_slope=0),
+    StructuredMasking(largest=0.6, summary_from=0.5, path_slope=2, summary_slope=3),
+]
+
+
+def mean_rate(masking: StructuredMasking, region: int, z: float) -> float:
+    """The rate of a token, over all t: by the formula, at many levels."""
+    level = (np.arange(200_000) + 0.5) / 200_000
+    rate = np.minimum(1, level * masking.largest)
+    slope = masking.summary_slope if region == 2 else masking.path_slope
+    rates = np.clip(rate * (1 + slope * z), 0, 1)
+    return float(np.mean(np.where((region == 2) & (1 - level < masking.summary_from), 1, rates)))
+
+
+@pytest.mark.parametrize("masking", SETTINGS)
+def test_tokens_are_masked_at_their_rates(masking: StructuredMasking) -> None:
+    rng = np.random.default_rng(7)
+    counts = np.sum([masking.draw(LENGTHS, rng).masked for _ in range(DRAWS)], axis=0)
+    expected = DRAWS * np.array(
+        [mean_rate(masking, region, z) for region, length in enumerate(LENGTHS) for z in np.linspace(0, 1, length)]
+    )
+    for found, mean in zip(counts, expected, strict=True):
+        test = scipy.stats.chisquare([found, DRAWS - found], [mean, DRAWS - mean])
+        assert test.pvalue > 1e-3 / len(counts)  # of all positions together once in a thousand
+
+
+def test_the_summary_is_hidden_until_little_is_masked() -> None:
+    """Whole while t is above 0.2: in four of five canvases. Otherwise at most one token of five."""
+    rng = np.random.default_rng(8)
+    summaries = np.array([StructuredMasking().draw((40, 40), rng).masked[40:] for _ in range(DRAWS)])
+    whole = summaries.all(axis=1)
+    assert scipy.stats.chisquare([whole.sum(), DRAWS - whole.sum()], [0.8 * DRAWS, 0.2 * DRAWS]).pvalue > 1e-3
+    assert summaries[~whole].mean() == pytest.approx(0.1 * 0.9 * 1.5, abs=0.005)
+
+
+def test_a_masked_token_weighs_one_over_its_rate() -> None:
+    rng = np.random.default_rng(9)
+    draws = [StructuredMasking().draw((3, 3), rng) for _ in range(DRAWS)]
+    weights = np.array([draw.weights for draw in draws])
+    assert all(np.array_equal(draw.weights > 0, draw.masked) for draw in draws)
+    np.testing.assert_allclose(weights[:, :3].mean(axis=0), 1, atol=0.15)  # of any token, over all noise
+    np.testing.assert_allclose(weights[:, 3:].mean(axis=0), 1, atol=0.15)
+
+
+def test_clean_neighbours_make_a_masked_token_weigh_more() -> None:
+    rng = np.random.default_rng(10)
+    for p in (0.1, 0.5, 1.0):
+        masked = rng.random(50) < 0.6
+        by_definition = [
+            sum(p * (1 - p) ** (abs(i - n) - 1) / 2 for i in range(50) if not masked[i]) if masked[n] else 0
+            for n in range(50)
+        ]
+        np.testing.assert_allclose(cart_weights(masked, p), by_definition, rtol=1e-12)
+    assert not cart_weights(np.ones(5, bool)).any()
+    with pytest.raises(ValueError, match="p=0 must be above 0"):
+        cart_weights(np.ones(5, bool), 0)
