@@ -122,25 +122,26 @@ def example(split: str, seed: int, index: int) -> dict[str, str]:
     if split not in SHARES:
         raise ValueError(f"there is no split {split!r}; choose one of {', '.join(SHARES)}")
     share = SHARES[split]
-    short = index % SHORT_EVERY == _hash(f"{split} {seed} {index // SHORT_EVERY}") % SHORT_EVERY
-    uniform = random.Random(_hash(f"{split} {seed} {index}.")).random
+    short = index % SHORT_EVERY == hashed(f"{split} {seed} {index // SHORT_EVERY}") % SHORT_EVERY
+    uniform = random.Random(hashed(f"{split} {seed} {index}.")).random
     while True:
         query, response = _draw_worksheet(uniform, short)
-        if _hash(query) % 10 in share and not (short and response.count(" ") + 1 >= SHORT_TOKENS):
+        if hashed(query) % 10 in share and not (short and response.count(" ") + 1 >= SHORT_TOKENS):
             return {"query": query, "response": response}
 
 
-def _hash(text: str) -> int:
+def hashed(text: str) -> int:
+    """A number below 2**64 that follows from ``text``, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _draw_worksheet(uniform: Uniform, short: bool) -> tuple[str, str]:
     """A query and its response."""
-    jobs = _choice(uniform, SHORT_JOB_COUNTS if short else JOB_COUNTS)
-    echoes = min(_choice(uniform, ECHOES), jobs - 1)
-    kinds = [*(_choice(uniform, KINDS) for _ in range(jobs - echoes)), *["echo"] * echoes, "last"]
+    jobs = choice(uniform, SHORT_JOB_COUNTS if short else JOB_COUNTS)
+    echoes = min(choice(uniform, ECHOES), jobs - 1)
+    kinds = [*(choice(uniform, KINDS) for _ in range(jobs - echoes)), *["echo"] * echoes, "last"]
     sizes = SHORT_OPERANDS if short else OPERANDS
-    words, numbers = _shuffled(uniform, len(WORDS)), _shuffled(uniform, 99)  # no word or number is drawn twice
+    words, numbers = shuffled(uniform, len(WORDS)), shuffled(uniform, 99)  # no word or number is drawn twice
     queries: list[list[str]] = []
     answers: list[list[str]] = []
     for kind in kinds:
@@ -150,7 +151,7 @@ def _draw_worksheet(uniform: Uniform, short: bool) -> tuple[str, str]:
             job = int(uniform() * len(answers))
             operands, answer = [NUMBERS[job + 1]], answers[job]
         else:
-            count = _choice(uniform, sizes[kind]) if kind in sizes else 2
+            count = choice(uniform, sizes[kind]) if kind in sizes else 2
             operands, answer = _draw_job(uniform, kind, count, words, numbers)
         queries.append(operands)
         answers.append(answer)
@@ -166,13 +167,13 @@ def _draw_job(
 ) -> tuple[list[str], list[str]]:
     """Operands and answer of a job. The answer comes first where it can, so that ``solve`` is another way."""
     if kind == "add":
-        a, b = _integers(uniform, 10, 2)
+        a, b = integers(uniform, 10, 2)
         return [NUMBERS[a], NUMBERS[b]], [NUMBERS[a], "+", NUMBERS[b], "=", NUMBERS[a + b]]
     if kind == "copy":
         copied = [WORDS[word] for word in itertools.islice(words, count)]
         return copied, copied
     if kind == "chain":
-        sums = _integers(uniform, 10, count)
+        sums = integers(uniform, 10, count)
         steps = [(after - before) % 10 for before, after in itertools.pairwise([0, *sums])]
         return [NUMBERS[step] for step in steps], [NUMBERS[total] for total in sums]
     drawn = list(itertools.islice(numbers, count))
@@ -180,7 +181,7 @@ def _draw_job(
     return [NUMBERS[number] for number in drawn], [NUMBERS[number] for number in answer]
 
 
-def _shuffled(uniform: Uniform, below: int) -> Iterator[int]:
+def shuffled(uniform: Uniform, below: int) -> Iterator[int]:
     """All numbers from 0 to ``below`` - 1, in random order, and then again."""
     while True:
         left = list(range(below))
@@ -190,11 +191,13 @@ def _shuffled(uniform: Uniform, below: int) -> Iterator[int]:
             yield left.pop()
 
 
-def _integers(uniform: Uniform, below: int, count: int) -> list[int]:
+def integers(uniform: Uniform, below: int, count: int) -> list[int]:
+    """``count`` numbers from 0 to ``below`` - 1."""
     return [int(uniform() * below) for _ in range(count)]
 
 
-def _choice(uniform: Uniform, among: Sequence[T]) -> T:
+def choice(uniform: Uniform, among: Sequence[T]) -> T:
+    """One of them."""
     return among[int(uniform() * len(among))]
 
 
