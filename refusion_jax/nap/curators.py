@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -92,11 +93,12 @@ class SamplePaths:
 
     def __call__(self, record: Record, seed: str) -> Canvas:
         paths = self._ask([record.prompt] * self.paths, seed)
-        question = "\n\n".join(str(message["content"]) for message in record.prompt)
-        attempts = "\n\n".join(f"Attempt {number}:\n{path}" for number, path in enumerate(paths, 1))
-        request = self.summary_request
-        for name, text in (("question", question), ("attempts", attempts), ("answer", record.answer)):
-            request = request.replace(f"{{{name}}}", text, 1)
+        given = {
+            "question": "\n\n".join(str(message["content"]) for message in record.prompt),
+            "attempts": "\n\n".join(f"Attempt {number}:\n{path}" for number, path in enumerate(paths, 1)),
+            "answer": record.answer,
+        }
+        request = re.sub("{(question|attempts|answer)}", lambda name: given[name[1]], self.summary_request)
         (summary,) = self._ask([[{"role": "user", "content": request}]], f"{seed} summary")
         return Canvas(tuple(paths), summary)
 

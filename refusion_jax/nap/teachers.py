@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 from refusion_jax.cli.options import UserError
@@ -69,8 +70,7 @@ class Endpoint:
         return [self._reply(request) for request in requests]
 
     def _reply(self, asked: Request) -> str | Failure:
-        import requests
-
+        requests = _requests()
         body: Any = {
             "model": self.model,
             "messages": list(asked.messages),
@@ -104,3 +104,12 @@ class Endpoint:
     def _rest(self, failure: Failure) -> Failure:
         time.sleep(self.pause)
         return failure
+
+
+def _requests() -> ModuleType:
+    """requests, of the ``nap`` extra."""
+    try:
+        import requests
+    except ImportError as error:
+        raise UserError(f'an endpoint cannot be asked: {error}; pip install "refusion-jax[nap]"') from error
+    return requests
