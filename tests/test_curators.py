@@ -21,7 +21,7 @@ from refusion_jax.data.sources import Record
 from refusion_jax.nap.canvas import Canvas
 from refusion_jax.nap.curate import curate, run
 from refusion_jax.nap.curators import Dropped, Failure, Request, SamplePaths, SplitChain, dependences, parts
-from refusion_jax.nap.seqdep import Tokens
+from refusion_jax.nap.seqdep import Tokens, seqdep
 from refusion_jax.nap.teachers import Endpoint, own_model
 
 RECORD = Record("here", [{"role": "user", "content": "What is 1 + 1?"}], "2")
@@ -29,8 +29,7 @@ RECORD = Record("here", [{"role": "user", "content": "What is 1 + 1?"}], "2")
 
 # ---- split_chain ----
 
-# A language of letters: a small letter follows the same small letter for free and otherwise costs 3 nats; a capital
-# costs 3 nats less for every letter of its text that it finds before it, in whatever case.
+# A language of letters: each costs 3 nats, and nothing where it stands before the text, in its prompt or behind it.
 
 
 def letters(pairs: Sequence[tuple[Tokens, Tokens]]) -> list[float]:
@@ -47,23 +46,31 @@ def split(text: str, **settings: Any) -> Canvas:
 
 
 def test_gains_by_hand() -> None:
-    assert dependences([0], [[1], [1, 2], [2, 1]], letters) == [[], [3.0], [3.0, 6.0]]
+    """What is known from nearby is no gain from further off: the 1 of the last text."""
+    assert dependences([0], [[1], [1, 2], [3], [2, 1, 3]], letters) == [[], [3.0], [0.0, 0.0], [0.0, 6.0, 3.0]]
+
+
+def test_gains_add_up_to_sequential_dependence() -> None:
+    segments = [[1], [1, 2], [3, 4], [2, 1, 3]]
+    gains = dependences([4], segments, letters)
+    assert sum(map(sum, gains)) / 3 == seqdep([4], segments, letters).total
 
 
 def test_parts_by_hand() -> None:
-    """0 and 2 begin paths; 1 needs 0, 3 needs 2; 4 needs both; 5 needs 4; 6 needs nothing, 7 needs 6."""
+    """0 and 2 begin paths; 1 needs 0, 3 needs 2; 4 needs both; 5 needs 4; 6 needs nothing, 7 needs 6; 8 is the last."""
     gains = [
         [],
         [2.0],
-        [0.5, 0.0],
-        [0.0, -1.0, 1.0],
-        [0.0, 3.0, 0.0, 3.0],
-        [0.0] * 4 + [2.0],
-        [0.0] * 6,
-        [0.0] * 6 + [1.0],
+        [0.9, -0.5],
+        [0.6, 0.5, 2.5],
+        [0.0, 2.0, 0.0, 3.0],
+        [0.0, 0.0, 0.0, 0.0, 2.0],
+        [3.0, 0.0, 0.0, 0.0, 0.0, -3.0],
+        [0.3, 0.2, 0.0, 0.0, 0.0, 0.3, 0.6],
+        [0.0] * 8,
     ]
-    assert parts(gains, 1.0) == ([[0, 1], [2, 3], [6, 7]], [4, 5])
-    assert parts(gains, 1.5) == ([[0, 1], [2], [3], [6], [7]], [4, 5])
+    assert parts(gains, 1.0) == ([[0, 1], [2, 3], [6, 7]], [4, 5, 8])
+    assert parts(gains, 2.5) == ([[0], [1], [2, 3, 4], [5], [6], [7]], [8])
 
 
 def test_what_does_not_need_the_other_stands_beside_it() -> None:
@@ -78,7 +85,6 @@ def test_more_parts_than_paths_go_behind_the_shortest() -> None:
     ("text", "kind"),
     [
         ("a\na a\naa\n", "one path"),
-        ("a\nb\nc\n", "no summary"),
         ("a\nb", "too short"),
         ("a\n<summary>b\nab", "a tag in the text"),
     ],
@@ -359,9 +365,10 @@ def test_the_command_splits_chains(tmp_path: Path, capsys: pytest.CaptureFixture
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"query": "1. last", "response": "1\n2\n3"}))
     model, output = str(demo.ASSETS / "model"), str(tmp_path / "out.jsonl")
-    command = ["split-chain", str(data), "--model", model, "--output", output, "--threshold", "1000"]
-    assert exit_code(run, command) == 2
-    assert "made a canvas: 1 no summary" in capsys.readouterr().err
+    command = ["split-chain", str(data), "--model", model, "--output", output, "--threshold", "1000", "--json"]
+    assert exit_code(run, command) == 0
+    assert json.loads(capsys.readouterr().out) == {"canvases": 1, "dropped": {}}
+    assert json.loads(Path(output).read_text()) == {"query": "1. last", "paths": ["1", "2"], "summary": "3"}
 
 
 @pytest.mark.parametrize(

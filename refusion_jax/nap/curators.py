@@ -138,48 +138,57 @@ def _usable(reply: str | Failure) -> str | Failure:
 
 
 def dependences(prompt: Tokens, segments: Sequence[Tokens], scorer: Scorer) -> list[list[float]]:
-    """What each segment gains from each one before it, alone: [n][j] is log p(s_n | x, s_j) - log p(s_n | x), nats.
+    """How much of the sequential dependence of each segment is due to each one before it, in nats.
 
-    So the sequential dependence (``seqdep``) of the two, as if nothing stood between them.
+    What lies nearer is known first: [n][j] is log p(s_n | x, s_j ... s_n-1) - log p(s_n | x, s_j+1 ... s_n-1), so that
+    the gains of a segment add up to log p(s_n | x, s_<n) - log p(s_n | x), its term of SeqDep (NAP, section 3). That
+    takes N (N + 1) / 2 ratings.
     """
     pairs = [
-        ([*prompt, *before], segment) for number, segment in enumerate(segments) for before in ((), *segments[:number])
+        ([*prompt, *itertools.chain(*segments[start:number])], segment)
+        for number, segment in enumerate(segments)
+        for start in range(number + 1)
     ]
     scores = iter(scorer(pairs))
-    gains = []
-    for number in range(len(segments)):
-        alone = next(scores)
-        gains.append([next(scores) - alone for _ in range(number)])
-    return gains
+    rated = [[next(scores) for _ in range(number + 1)] for number in range(len(segments))]
+    return [[longer - shorter for longer, shorter in itertools.pairwise(of_segment)] for of_segment in rated]
 
 
 class Parts(NamedTuple):
     """Which segments of a chain belong together, by number, each ascending."""
 
     paths: list[list[int]]  # need nothing of each other
-    summary: list[int]  # need several of them, or such a segment
+    summary: list[int]  # need several paths, or the summary itself; the last segment of the chain is always there
+
+
+SUMMARY = -1
 
 
 def parts(gains: Sequence[Sequence[float]], threshold: float) -> Parts:
     """The parts of a chain whose segments gain so much from each other (``dependences``).
 
-    A segment needs those from which it gains at least ``threshold``. If all of these are of one path it goes on there;
-    if there are none it begins a path; if they are of several it belongs to the summary, and so does what needs it.
+    A segment that gains less than ``threshold`` in all begins a path. Others need the path from which they gain most,
+    and each other one that gives at least ``threshold`` and half as much. Those that need one path go on there; those
+    that need several belong to the summary, and so do those that need the summary.
     """
     paths: list[list[int]] = []
     summary: list[int] = []
-    path_of: dict[int, int] = {}
+    home: list[int] = []  # of each segment: the number of its path, or SUMMARY
     for number, of_segment in enumerate(gains):
-        needed = [before for before, gain in enumerate(of_segment) if gain >= threshold]
-        within = {path_of.get(before) for before in needed}  # None: the summary
-        if not within:
-            path_of[number] = len(paths)
-            paths.append([number])
-        elif len(within) == 1 and (path := next(iter(within))) is not None:
-            path_of[number] = path
-            paths[path].append(number)
+        if number == len(gains) - 1:
+            part = SUMMARY
+        elif sum(of_segment) < threshold:
+            part = len(paths)
+            paths.append([])
         else:
-            summary.append(number)
+            due = dict.fromkeys(home, 0.0)
+            for before, gain in enumerate(of_segment):
+                due[home[before]] += gain
+            most = max(due, key=lambda one: due[one])
+            needed = {one for one, gain in due.items() if gain >= max(threshold, due[most] / 2)} | {most}
+            part = needed.pop() if len(needed) == 1 else SUMMARY
+        home.append(part)
+        (summary if part == SUMMARY else paths[part]).append(number)
     return Parts(paths, summary)
 
 
@@ -220,8 +229,6 @@ class SplitChain:
         found_parts = parts(gains, self.threshold)
         if len(found_parts.paths) < 2:
             raise Dropped("one path", f"each of its {len(segments)} segments needs the others")
-        if not found_parts.summary:
-            raise Dropped("no summary", f"no segment needs more than one of its {len(found_parts.paths)} paths")
         texts = [[segments[number] for number in path] for path in found_parts.paths]
         merged, rest = texts[: self.paths], texts[self.paths :]
         for text in rest:
