@@ -3,8 +3,8 @@
     python -m benchmarks.split_chain [--seeds 0,1,2] [--steps 1500]
 
 A causal model, of the shape and with the optimizer of configs/tiny.py, is trained on chains of sums
-(refusion_jax.nap.sums) and then rates chains of the test split. Precision and recall are of pairs of steps that stand in
-one path. About four minutes for each seed on two cores.
+(refusion_jax.nap.sums) and then rates chains of the test split. Precision and recall are of pairs of steps that stand
+in one path. About four minutes for each seed on two cores.
 """
 
 from __future__ import annotations

@@ -168,6 +168,14 @@ def test_a_teacher_that_always_fails_drops_its_example(failure: str | Failure, k
     assert dropped.value.kind == kind and len(teacher.asked) == 2
 
 
+def test_a_question_that_the_teacher_refuses_drops_its_example() -> None:
+    def refuses(requests: Sequence[Request]) -> list[str | Failure]:
+        raise ValueError("too long for the model")
+
+    with pytest.raises(Dropped, match="too long for the model"):
+        SamplePaths(refuses)(RECORD, "0")
+
+
 def test_the_bundled_model_teaches() -> None:
     model = load(demo.ASSETS / "model")
     query = "1. add 7 8 2. copy lamp fish 3. last"
@@ -339,6 +347,26 @@ def test_a_corpus_without_a_canvas_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no example of .* made a canvas: 12 one path, 1 missing field"):
         curate(corpus(tmp_path), nothing, str(tmp_path / "out.jsonl"))
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_the_examples_are_not_overwritten(tmp_path: Path) -> None:
+    data = corpus(tmp_path)
+    with pytest.raises(UserError, match="is a file that the examples are read from"):
+        curate(data, slow_echo, data)
+
+
+def test_what_a_run_has_made_stays_when_its_data_moves(tmp_path: Path) -> None:
+    data, output = Path(corpus(tmp_path)), str(tmp_path / "out.jsonl")
+
+    def stops(record: Record, seed: str) -> Canvas:
+        if seed == "0 5":
+            raise KeyboardInterrupt
+        return slow_echo(record, seed)
+
+    with pytest.raises(KeyboardInterrupt):
+        curate(str(data), stops, output)
+    moved = data.rename(tmp_path / "moved.jsonl")
+    assert curate(str(moved), slow_echo, output).canvases == 9
 
 
 def test_conversations_keep_their_messages(tmp_path: Path) -> None:

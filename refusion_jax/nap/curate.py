@@ -16,10 +16,12 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import tqdm
@@ -30,7 +32,7 @@ from refusion_jax.cli.output import STDOUT, check_output, write_output
 from refusion_jax.cli.process import exit_code, keep_compiled_programs, warnings_in_one_line
 from refusion_jax.cli.resume import Finished
 from refusion_jax.config import DecodeConfig, check_seed
-from refusion_jax.data.sources import Problem, Record, open_source
+from refusion_jax.data.sources import File, Problem, Record, Several, open_source
 from refusion_jax.decoding.prompts import tokenizer_of
 from refusion_jax.model.hf import load
 from refusion_jax.nap.curators import Curator, Dropped, SamplePaths, SplitChain, Teacher
@@ -74,6 +76,11 @@ def curate(
     check_output(output, io.BytesIO())
     try:
         source = open_source(data)
+        if Path(output).exists() and any(
+            isinstance(part, File) and os.path.realpath(part.name) == os.path.realpath(output)
+            for part in (source.sources if isinstance(source, Several) else [source])
+        ):
+            raise UserError(f"--output {output} is a file that the examples are read from; name another")
         finished = Finished(output, {"data": source.digest(), "seed": seed, **(settings or {})})
         done: list[dict[str, Any]] = []
         try:
@@ -121,7 +128,10 @@ def _in_order(
 
     try:
         for index, example in examples:
-            digest = hashlib.sha256(repr(example).encode()).hexdigest()[:16]
+            content = (
+                (example.prompt, example.answer) if isinstance(example, Record) else (example.kind, example.message)
+            )
+            digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
             there = finished.get((index, 0), digest)
             waiting.append((index, digest, there or pool.submit(_entry, example, curator, f"{seed} {index}")))
             if len(waiting) >= 2 * workers:

@@ -112,7 +112,11 @@ class SamplePaths:
                 Request(asked[number], self.temperature, hashed(f"{seed} {number} {attempt}") % 2**31)
                 for number in missing
             ]
-            for number, reply in zip(missing, self.teacher(requests), strict=True):
+            try:
+                given = self.teacher(requests)
+            except ValueError as error:  # such as a question that is too long for the model
+                raise Dropped("cannot be asked", str(error)) from error
+            for number, reply in zip(missing, given, strict=True):
                 checked = _usable(reply)
                 if isinstance(checked, str):
                     replies[number] = checked
