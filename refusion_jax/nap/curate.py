@@ -17,7 +17,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from refusion_jax.data.sources import File, Problem, Record, Several, open_sourc
 from refusion_jax.decoding.prompts import tokenizer_of
 from refusion_jax.model.hf import load
 from refusion_jax.nap.curators import Curator, Dropped, SamplePaths, SplitChain, Teacher
-from refusion_jax.nap.seqdep import left_to_right
+from refusion_jax.nap.seqdep import check_rating, left_to_right
 from refusion_jax.nap.teachers import Endpoint, own_model
 
 DROPPED = ".dropped"
@@ -207,12 +206,7 @@ class SplitOptions(Common):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_size < 1:
-            raise ValueError(f"--batch-size must be at least 1, not {self.batch_size}")
-        try:
-            re.compile(self.split)
-        except re.error as error:
-            raise ValueError(f"--split {self.split} is no regular expression: {error}") from error
+        check_rating(self.batch_size, self.split)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -153,12 +153,17 @@ class Options:
     """Print JSON in place of a line."""
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"--batch-size must be at least 1, not {self.batch_size}")
-        try:
-            re.compile(self.split)
-        except re.error as error:
-            raise ValueError(f"--split {self.split} is no regular expression: {error}") from error
+        check_rating(self.batch_size, self.split)
+
+
+def check_rating(batch_size: int, pattern: str) -> None:
+    """Raise ValueError unless --batch-size and --split can be as they are."""
+    if batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, not {batch_size}")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"--split {pattern} is no regular expression: {error}") from error
 
 
 def cut(text: str, pattern: str) -> list[str]:
